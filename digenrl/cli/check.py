@@ -1,0 +1,56 @@
+"""``digenrl check``: everything that can be known about a recipe without loading a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from digenrl.config.arithmetic import padding_advice, step_arithmetic
+from digenrl.config.builtin import resolve
+from digenrl.config.checks import check_recipe
+from digenrl.config.loader import load_recipe
+from digenrl.config.schema import Recipe
+from digenrl.data.prompts import load_prompts
+from digenrl.data.sampler import PromptSampler
+
+
+def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Print the arithmetic of a step, or raise ConfigError."""
+    recipe = load_recipe(path, overrides)
+    folder = check_recipe(recipe)
+    prompts, warnings = _prompts(recipe)
+    sums = step_arithmetic(recipe)
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(sums), "prompts_in_file": prompts, "warnings": warnings}, indent=2))
+        return
+    where = str(folder.path) if folder is not None else f"{recipe.model.path}, loaded when the run starts"
+    what = "full fine-tuning" if recipe.model.lora is None else f"LoRA of rank {recipe.model.lora.rank}"
+    print(f"model: {recipe.model.type} ({where}), {what}, {recipe.model.dtype}")
+    print(f"data: {prompts} prompts, {recipe.train.steps} steps")
+    for line in sums.lines():
+        print(line)
+    for warning in warnings:
+        print(f"warning: {warning}")
+    if advice := padding_advice(recipe):
+        print(f"advice: {advice}")
+    print("ok")
+
+
+def _prompts(recipe: Recipe) -> tuple[int, list[str]]:
+    loaded = load_prompts(resolve(recipe.data.prompts, where="data.prompts"))
+    sampler = PromptSampler(
+        loaded.prompts,
+        prompts_per_step=recipe.rollout.prompts_per_step,
+        seed=recipe.run.seed,
+        stratify_by=recipe.data.stratify_by,
+    )
+    warnings = list(sampler.warnings)
+    if loaded.blank_lines:
+        warnings.append(f"{loaded.blank_lines} blank lines of {recipe.data.prompts} are skipped")
+    if recipe.eval is not None:
+        held_out = load_prompts(resolve(recipe.eval.prompts, where="eval.prompts")).prompts
+        both = {prompt.text for prompt in held_out} & {prompt.text for prompt in loaded.prompts}
+        if both:
+            warnings.append(f"{len(both)} prompts of eval.prompts are also trained on, for example {min(both)!r}")
+    return len(loaded.prompts), warnings

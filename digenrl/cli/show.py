@@ -1,0 +1,67 @@
+"""``digenrl show``: components and their documented settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from digenrl.config.registry import KINDS, settings_class
+from digenrl.config.schema import ComponentSpec, Recipe
+from digenrl.errors import ConfigError
+
+
+def run(kind: str | None, name: str | None) -> None:
+    """Print the list or the settings asked for."""
+    if kind is None:
+        for each, known in KINDS.items():
+            print(f"{each}:")
+            for component, registered in sorted(known.items()):
+                print(f"  {component:12} {registered.summary}")
+        print("`digenrl show KIND NAME` shows one's settings, `digenrl show recipe` all keys of a recipe.")
+    elif kind == "recipe":
+        _show_recipe(name)
+    elif kind not in KINDS:
+        raise ConfigError(f"There is nothing called {kind!r} to show.", fix=f"Use recipe, {', '.join(KINDS)}.")
+    elif name is None:
+        for component, registered in sorted(KINDS[kind].items()):
+            print(f"{component:12} {registered.summary}")
+    else:
+        _show_fields(settings_class(kind, name, where="show"), "")
+
+
+def _show_recipe(section: str | None) -> None:
+    sections = {name: info for name, info in Recipe.model_fields.items() if section in (None, name)}
+    if not sections:
+        raise ConfigError(f"A recipe has no section {section!r}.", fix=f"Sections: {', '.join(Recipe.model_fields)}.")
+    for name, info in sections.items():
+        model = _model_of(info.annotation)
+        if model is not None and issubclass(model, ComponentSpec):
+            print(f"{name}.type: a {name.rstrip('s')} by name; its own keys stand beside it (`digenrl show {name.rstrip('s')}`)")
+        if model is not None:
+            _show_fields(model, f"{name}.")
+
+
+def _show_fields(model: type[BaseModel], prefix: str) -> None:
+    for name, info in model.model_fields.items():
+        if name == "settings":
+            continue
+        nested = _model_of(info.annotation)
+        if nested is not None:
+            print(f"{prefix}{name}: {info.description or ''}")
+            _show_fields(nested, f"{prefix}{name}.")
+        elif info.description:
+            default = "required" if info.default is PydanticUndefined else f"default {_plain(info.default)}"
+            print(f"{prefix}{name} ({default}): {info.description}")
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _plain(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,1 @@
+"""Recipes: schema, loading, checks. Imports no torch."""

@@ -1,0 +1,75 @@
+"""Checks that need the recipe as a whole: sizes that do not fit one another, settings that contradict.
+
+They run in ``digenrl check`` and again before every run starts; none of them loads weights.
+"""
+
+from __future__ import annotations
+
+from digenrl.config.builtin import PREFIX, resolve
+from digenrl.config.model_folder import ModelFolder, inspect_model_folder
+from digenrl.config.schema import Recipe
+from digenrl.errors import ConfigError
+
+_PIPELINES = {"sd3": ("StableDiffusion3Pipeline", ("transformer", "vae", "scheduler"))}
+_WITHOUT_EMBEDDED_GUIDANCE = {"sd3"}
+
+
+def check_recipe(recipe: Recipe) -> ModelFolder | None:
+    """Raise ConfigError for the first thing that cannot work; the inspected model folder where it is a local one."""
+    check = getattr(recipe.algorithm.settings, "check", None)
+    if check is not None:
+        check(recipe)
+    _check_sizes(recipe)
+    _check_guidance(recipe)
+    return _check_model(recipe)
+
+
+def _check_sizes(recipe: Recipe) -> None:
+    groups, per_micro_batch = recipe.rollout.prompts_per_step, recipe.schedule.groups_per_micro_batch
+    if per_micro_batch > groups:
+        raise ConfigError(
+            f"schedule.groups_per_micro_batch ({per_micro_batch}) is larger than rollout.prompts_per_step ({groups}).",
+            why="A micro-batch is made of whole prompt groups of one step.",
+            fix=f"Use schedule.groups_per_micro_batch={groups} for one micro-batch a step, or fewer for a pipeline.",
+        )
+    if all(reward.weight == 0 for reward in recipe.rewards):
+        raise ConfigError(
+            "All weights in rewards are 0.", why="Every sample would have the same reward.", fix="Give one a weight of 1."
+        )
+
+
+def _check_guidance(recipe: Recipe) -> None:
+    if recipe.model.type not in _WITHOUT_EMBEDDED_GUIDANCE:
+        return
+    for section in ("rollout", "eval"):
+        settings = getattr(recipe, section)
+        if settings is not None and settings.guidance_scale is not None:
+            raise ConfigError(
+                f"{section}.guidance_scale is for models with embedded guidance, and {recipe.model.type} has none.",
+                why="diffusers' guidance_scale of this family is classifier-free guidance with a second pass.",
+                fix=f"Use {section}.true_cfg_scale={settings.guidance_scale} instead.",
+            )
+
+
+def _check_model(recipe: Recipe) -> ModelFolder | None:
+    if recipe.model.type not in _PIPELINES:
+        return None
+    path = resolve(recipe.model.path, where="model.path")
+    if not path.exists() and _looks_like_hub_id(recipe.model.path):
+        return None
+    pipeline, required = _PIPELINES[recipe.model.type]
+    folder = inspect_model_folder(path, pipeline=pipeline, required=required)
+    for side in ("height", "width"):
+        pixels = getattr(recipe.rollout, side)
+        if pixels % folder.pixel_multiple:
+            low = max(1, pixels // folder.pixel_multiple) * folder.pixel_multiple
+            raise ConfigError(
+                f"rollout.{side} ({pixels}) is not a multiple of {folder.pixel_multiple}.",
+                why=f"The model's VAE shrinks by {folder.vae_scale_factor} and its transformer cuts patches of {folder.patch_size}.",
+                fix=f"Use rollout.{side}={low} or {low + folder.pixel_multiple}.",
+            )
+    return folder
+
+
+def _looks_like_hub_id(path: str) -> bool:
+    return not path.startswith((PREFIX, "/", ".", "~")) and path.count("/") == 1

@@ -1,0 +1,114 @@
+"""Built-in component names and where their classes live: strings only, so that reading a recipe imports no torch.
+
+A name without a colon is looked up here; ``package.module:Class`` is a user's own component, imported as it stands.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from digenrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """Import paths of one built-in component and of its torch-free settings class."""
+
+    component: str
+    settings: str
+    summary: str
+
+
+ALGORITHMS = {
+    "flow_grpo": Registered(
+        component="digenrl.algorithms.flow_grpo:FlowGRPO",
+        settings="digenrl.config.settings.algorithms:FlowGRPOSettings",
+        summary="clipped policy gradient on SDE steps of a flow model, group-relative advantages (arXiv 2505.05470)",
+    ),
+}
+MODELS = {
+    "sd3": Registered(
+        component="digenrl.models.sd3:SD3Adapter",
+        settings="digenrl.config.settings.models:SD3Settings",
+        summary="Stable Diffusion 3 and 3.5 (any StableDiffusion3Pipeline folder or hub id)",
+    ),
+}
+REWARDS = {
+    "shapes": Registered(
+        component="digenrl.rewards.shapes.reward:ShapesReward",
+        settings="digenrl.config.settings.rewards:ShapesSettings",
+        summary="exact verifier of drawn shapes: count, form, colour and position",
+    ),
+    "jpeg": Registered(
+        component="digenrl.rewards.jpeg:JpegReward",
+        settings="digenrl.config.settings.rewards:JpegSettings",
+        summary="compressibility: minus the size of the image as a JPEG, in kilobytes",
+    ),
+}
+KINDS = {"algorithm": ALGORITHMS, "model": MODELS, "reward": REWARDS}
+
+
+def settings_class(kind: str, name: str, *, where: str) -> type[BaseModel]:
+    """The pydantic settings class of a component; ``where`` is the recipe key that named it, for the message."""
+    registered = _registered(kind, name, where=where)
+    if registered is not None:
+        settings: type[BaseModel] = _import(registered.settings, where=where)
+        return settings
+    component = _import(name, where=where)
+    settings = getattr(component, "Settings", None)
+    if not (isinstance(settings, type) and issubclass(settings, BaseModel)):
+        raise ConfigError(
+            f"{where}: {name} has no settings class.",
+            why="The recipe's keys are validated against it before any worker starts.",
+            fix="Give the class an inner `class Settings(pydantic.BaseModel)` with one documented field per key.",
+        )
+    return settings
+
+
+def component_class(kind: str, name: str, *, where: str) -> Any:
+    """The class that implements a component. Imports it, hence torch for most built-ins."""
+    registered = _registered(kind, name, where=where)
+    return _import(registered.component if registered is not None else name, where=where)
+
+
+def _registered(kind: str, name: str, *, where: str) -> Registered | None:
+    if ":" in name:
+        return None
+    known = KINDS[kind]
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(
+        f"{where}: there is no {kind} called {name!r}.",
+        why=f"Built in are: {', '.join(sorted(known))}.",
+        fix=f"{hint}A class of your own is named by its import path, package.module:Class.",
+    )
+
+
+def _import(path: str, *, where: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        # A user's reward file beside the recipe: the console script does not put the working directory on the path.
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: cannot import {path!r}: {error}.",
+            why="The component's module, or something that it imports, is missing.",
+            fix=f"Run from the folder that holds {module_name.split('.')[0]!r}, or install the package.",
+        ) from error
+    if not hasattr(module, attribute):
+        raise ConfigError(
+            f"{where}: module {module_name!r} has no {attribute!r}.",
+            fix=f"Name one of its classes: {', '.join(n for n in vars(module) if n[0].isupper()) or 'it has none'}.",
+        )
+    return getattr(module, attribute)

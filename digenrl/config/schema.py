@@ -1,0 +1,198 @@
+"""The recipe: every key, its type, its default and what it means. Frozen; unknown keys are errors.
+
+Sizes that do not fit one another are refused by config/checks.py, which sees the recipe as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
+
+
+class Section(BaseModel):
+    """One section of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSection(Section):
+    """Where a run lives and what makes it repeatable."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run and of its folder.")
+    output_dir: str | None = Field(
+        default=None, description="Run folder; must not hold another run. Default: runs/<name>-<date>-<time>."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random in the run.")
+    device: str = Field(default="auto", description="auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    threads_per_worker: int = Field(
+        default=1, ge=1, description="CPU threads of each process; part of what makes numbers repeatable."
+    )
+
+
+class LoraSection(Section):
+    """Low-rank adapters instead of full fine-tuning."""
+
+    rank: int = Field(default=32, ge=1, description="Rank r of the adapters.")
+    alpha: float = Field(default=64.0, gt=0, description="Scale of the adapters; their effect is alpha / r.")
+    target_modules: tuple[str, ...] | None = Field(
+        default=None, description="Ends of the module names that get an adapter; the family's attention projections if not given."
+    )
+
+
+class ModelSection(Section):
+    """The generator that is trained. Keys of its family stand beside these (`digenrl show model sd3`)."""
+
+    type: str = Field(default="sd3", description="Model family, or package.module:Class of your own adapter.")
+    path: str = Field(description="Folder in diffusers' format, hub id, or builtin:shapes (the shipped tiny model).")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Compute type of the network. Trained weights, latents, log-probabilities and step arithmetic stay float32.",
+    )
+    lora: LoraSection | None = Field(default=None, description="Train low-rank adapters; full fine-tuning when absent.")
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward to save memory.")
+    settings: SerializeAsAny[BaseModel] = Field(description="The family's own keys, written beside these in a recipe.")
+
+
+class DataSection(Section):
+    """The prompts to train on."""
+
+    prompts: str = Field(description="txt, jsonl or GenEval metadata file, or builtin:shapes/train.jsonl.")
+    stratify_by: str | None = Field(
+        default=None, description="Metadata field (GenEval: tag) whose values are drawn in equal shares in every step."
+    )
+    shuffle: bool = Field(default=True, description="Draw prompts in a seeded random order, anew in each pass over the file.")
+
+
+class RolloutSection(Section):
+    """How samples are generated for training."""
+
+    prompts_per_step: int = Field(ge=1, description="Prompts P of one step (one group each).")
+    num_generations: int = Field(ge=1, description="Samples G of each prompt (group size).")
+    num_inference_steps: int = Field(ge=1, description="Denoising steps T.")
+    height: int = Field(ge=8, description="Image height in pixels.")
+    width: int = Field(ge=8, description="Image width in pixels.")
+    noise_level: float = Field(default=0.7, ge=0, description="Strength a of the SDE noise; 0 is the ODE.")
+    true_cfg_scale: float = Field(
+        default=1.0, ge=1, description="Classifier-free guidance with a second, unconditional pass; 1 is none. Used in rollout and training alike."
+    )
+    guidance_scale: float | None = Field(
+        default=None, description="Embedded guidance, only for models distilled for it; others take true_cfg_scale."
+    )
+    init_same_noise: bool = Field(default=False, description="All samples of a prompt start from the same noise.")
+    forward_batch_size: int = Field(
+        default=8, ge=1, description="Samples in one forward pass, everywhere; short batches are padded to it, so that "
+        "numbers do not depend on the placement."
+    )
+
+
+class ComponentSpec(Section):
+    """A component chosen by ``type``, with settings validated against its own class."""
+
+    type: str
+    settings: SerializeAsAny[BaseModel]
+
+
+class RewardSpec(ComponentSpec):
+    """One reward of the weighted sum."""
+
+    weight: float = Field(default=1.0, description="Weight in the sum that is trained on.")
+    name: str = Field(default="", description="Name in logs; the type when not given.")
+
+
+class EmaSection(Section):
+    """Moving average of the trained weights, used for evaluation and export."""
+
+    decay: float = Field(default=0.9, ge=0, lt=1, description="Decay of the average; warmed up as min((1 + n) / (10 + n), decay).")
+    update_interval: int = Field(default=1, ge=1, description="Optimizer steps between two updates of the average.")
+
+
+class TrainSection(Section):
+    """The optimizer and how gradients are made."""
+
+    steps: int = Field(ge=0, description="RL steps of the run.")
+    learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate of AdamW.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape after the warm-up.")
+    lr_warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise to the peak.")
+    lr_final_fraction: float = Field(default=0.0, ge=0, le=1, description="Share of the peak that linear and cosine end at.")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW beta 1.")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW beta 2.")
+    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
+    weight_decay: float = Field(default=1e-4, ge=0, description="AdamW weight decay.")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Clip of the gradient's norm; null never clips.")
+    timestep_batch_size: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
+        default="all", description="(sample, denoising step) pairs in one forward and backward pass (TSP); at most one "
+        "prompt group, which is what `all` means."
+    )
+    deterministic: bool = Field(
+        default=False, description="Bitwise repeatable whatever the placement; implies schedule.update_order: index."
+    )
+    max_skipped_steps: int = Field(
+        default=3, ge=1, description="Voided steps (non-finite gradient) in a row that stop the run."
+    )
+    ema: EmaSection | None = Field(default=None, description="Keep a moving average of the trained weights.")
+
+
+class EvalSection(Section):
+    """Held-out evaluation: ODE sampler, averaged weights, the same noise every time."""
+
+    prompts: str = Field(description="Prompt file that is not trained on, or builtin:shapes/heldout.jsonl.")
+    freq: int = Field(default=0, ge=0, description="Steps between evaluations; 0: before the first and after the last step only.")
+    num_inference_steps: int = Field(default=20, ge=1, description="Denoising steps of evaluation.")
+    true_cfg_scale: float = Field(default=1.0, ge=1, description="Classifier-free guidance of evaluation; 1 is none.")
+    guidance_scale: float | None = Field(default=None, description="Embedded guidance of evaluation.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the evaluation noise, independent of run.seed.")
+
+
+class ScheduleSection(Section):
+    """How work is cut into micro-batches and in which order it is done."""
+
+    groups_per_micro_batch: int = Field(default=1, ge=1, description="Whole prompt groups in one micro-batch (GAP).")
+    update_order: Literal["arrival", "index"] = Field(
+        default="arrival", description="Accumulate micro-batches as they are scored, or strictly by index."
+    )
+    update_after: Literal["group", "step"] = Field(
+        default="group", description="Accumulate a micro-batch once it is scored, or hold all until the step is scored."
+    )
+
+
+class LogSection(Section):
+    """What is written while the run goes on."""
+
+    sample_freq: int = Field(default=10, ge=0, description="Steps between saved sample pictures; 0 saves none.")
+    num_samples: int = Field(default=12, ge=1, description="Pictures saved each time, first samples of the first prompts.")
+
+
+class Recipe(Section):
+    """A complete run, as one YAML file describes it."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelSection
+    data: DataSection
+    rollout: RolloutSection
+    algorithm: ComponentSpec
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    train: TrainSection
+    eval: EvalSection | None = None
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    log: LogSection = Field(default_factory=LogSection)
+
+    @field_validator("rewards")
+    @classmethod
+    def _name_rewards(cls, rewards: tuple[RewardSpec, ...]) -> tuple[RewardSpec, ...]:
+        named = tuple(r if r.name else r.model_copy(update={"name": r.type.rpartition(":")[2]}) for r in rewards)
+        if len({r.name for r in named}) != len(named):
+            raise ValueError("two rewards have the same name; give them different `name`s, which the logs use")
+        return named
+
+    @property
+    def update_order(self) -> Literal["arrival", "index"]:
+        """``schedule.update_order``, or ``index`` where ``train.deterministic`` implies it."""
+        return "index" if self.train.deterministic else self.schedule.update_order
+
+    def to_plain(self) -> dict[str, Any]:
+        """The recipe as it is written in YAML: a component's settings stand beside its type."""
+        plain = self.model_dump(mode="json")
+        for component in (plain["model"], plain["algorithm"], *plain["rewards"]):
+            component.update(component.pop("settings"))
+        return plain

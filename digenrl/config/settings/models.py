@@ -1,0 +1,22 @@
+"""Settings of the built-in model families, beyond those that every family shares (config/schema.py)."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SD3Settings(BaseModel):
+    """Stable Diffusion 3 and 3.5."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_sequence_length: int = Field(
+        default=256,
+        ge=0,
+        le=512,
+        description="Text tokens of the third encoder (T5). Without that encoder, as many zero tokens, as diffusers has it; "
+        "0 leaves them out.",
+    )
+    flow_shift: float | None = Field(
+        default=None, gt=0, description="Shift of the sigma schedule; the model folder's own when not given."
+    )

@@ -1,0 +1,27 @@
+"""Reading text files: UTF-8 whatever the locale, with the line of a bad byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from digenrl.errors import ConfigError
+
+
+def read_text(path: Path) -> str:
+    """The file as text, without a byte order mark. Raises ConfigError naming file:line of a byte that is not UTF-8."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot read {str(path)!r}: {error.strerror or error}.",
+            fix="Check the path and its permissions.",
+        ) from error
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}:{line}: byte 0x{raw[error.start]:02x} is not UTF-8.",
+            why="Text files are read as UTF-8, whatever the machine's locale.",
+            fix="Convert the file, for example: iconv -f latin1 -t utf-8 OLD > NEW.",
+        ) from error

@@ -1,0 +1,1 @@
+"""Prompts: files and the pure function from (seed, step) to the prompts of a step. No torch."""

@@ -1,0 +1,1 @@
+"""What a run tells: metrics.jsonl, the console, pictures, the reward curve."""

@@ -1,0 +1,1 @@
+"""Model families on top of diffusers' pipelines. A model file knows no algorithm."""

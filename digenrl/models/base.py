@@ -1,0 +1,82 @@
+"""What a model family has to provide: encode prompts, shape latents, predict a velocity, decode.
+
+Invariants: ``predict`` takes a batch of mixed timesteps and returns float32; a row's result depends on its own inputs
+and on the batch's shape, never on its neighbours; rollout and training call the same ``predict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from digenrl.config.schema import Recipe
+from digenrl.diffusion.noise_schedule import NoiseSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioning:
+    """Encoded prompts: named tensors whose first dimension is the prompt."""
+
+    tensors: dict[str, Tensor]
+    """The family's own names, for example prompt_embeds [P, L, D]."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def select(self, rows: Tensor) -> Conditioning:
+        """The prompts of these rows, which may repeat. rows: [B] int64. Returns tensors [B, ...]."""
+        return Conditioning({name: tensor[rows.to(tensor.device)] for name, tensor in self.tensors.items()})
+
+
+def concatenate(parts: Sequence[Conditioning]) -> Conditioning:
+    """One conditioning for the prompts of all parts, in order."""
+    return Conditioning({name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors})
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """Guidance of one activity; rollout and training share theirs, evaluation has its own."""
+
+    true_cfg_scale: float = 1.0
+    """Classifier-free guidance with a second pass; 1 is none."""
+    embedded: float | None = None
+    """Guidance value given to the network, for distilled models."""
+
+
+class ModelAdapter(Protocol):
+    """One model family, loaded on one device."""
+
+    transformer: nn.Module
+    """The network that is trained."""
+    device: torch.device
+    default_lora_targets: tuple[str, ...]
+    """Ends of the module names that get an adapter when the recipe names none."""
+
+    @classmethod
+    def load(cls, recipe: Recipe, device: torch.device) -> ModelAdapter:
+        """Load all components, frozen and in eval mode. Raises ConfigError when the folder or the recipe does not fit."""
+        ...
+
+    def encode_prompts(self, prompts: Sequence[str], negative_prompts: Sequence[str]) -> Conditioning:
+        """Encode a batch of prompts; the caller keeps the batch's size canonical."""
+        ...
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one sample's latents, without the batch. height, width: pixels."""
+        ...
+
+    def noise_schedule(self, num_inference_steps: int, height: int, width: int) -> NoiseSchedule:
+        """The family's own sigma table."""
+        ...
+
+    def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning, guidance: Guidance) -> Tensor:
+        """Velocity at x. latents: [B, *latent] float32; timesteps: [B]; conditioning: B rows. Returns [B, *latent] float32."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images of final latents [B, *latent]. Returns [B, 3, height, width] float32 in [0, 1]."""
+        ...

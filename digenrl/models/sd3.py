@@ -1,0 +1,153 @@
+"""Stable Diffusion 3 and 3.5, on top of diffusers' StableDiffusion3Pipeline.
+
+Conventions (measured against diffusers 0.42): timesteps 0..1000; true CFG as one batch [negative, positive]; text is the two
+CLIP encoders' tokens padded to the width of T5, then T5's tokens, or zeros where the folder has no T5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from digenrl.config.checks import check_recipe
+from digenrl.config.schema import Recipe
+from digenrl.config.settings.models import SD3Settings
+from digenrl.diffusion.noise_schedule import NoiseSchedule
+from digenrl.errors import ConfigError
+from digenrl.models.base import Conditioning, Guidance
+from digenrl.models.loading import load_pipeline, own_memory
+
+
+class SD3Adapter:
+    """One loaded Stable Diffusion 3."""
+
+    default_lora_targets: tuple[str, ...] = tuple(
+        f"attn.{name}"
+        for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    )
+
+    def __init__(self, pipeline: Any, settings: SD3Settings, *, device: torch.device, dtype: torch.dtype, cfg: bool) -> None:
+        self.transformer: nn.Module = pipeline.transformer
+        self.device = device
+        self.truncated_prompts = 0
+        """Prompts so far that no text encoder saw to their end."""
+        self._pipeline = pipeline
+        self._settings = settings
+        self._dtype = dtype
+        self._cfg = cfg
+
+    @classmethod
+    def load(cls, recipe: Recipe, device: torch.device) -> SD3Adapter:
+        """See ModelAdapter.load."""
+        from diffusers import StableDiffusion3Pipeline
+
+        settings = recipe.model.settings
+        assert isinstance(settings, SD3Settings), "the registry pairs this adapter with SD3Settings"
+        folder = check_recipe(recipe)
+        absent = folder.absent if folder is not None else ()
+        pipeline = load_pipeline(StableDiffusion3Pipeline, recipe.model.path, absent=absent)
+        if pipeline.text_encoder_3 is not None and settings.max_sequence_length == 0:
+            raise ConfigError(
+                "model.max_sequence_length: 0 leaves no tokens for the third text encoder, which this model has.",
+                fix="Use model.max_sequence_length=256.",
+            )
+        dtype = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
+        # Weights that are trained stay float32 and are cast in the forward pass; frozen ones are stored in the compute type.
+        pipeline.transformer.to(device, dtype if recipe.model.lora is not None else torch.float32)
+        pipeline.vae.to(device, torch.float32)
+        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
+            if encoder is not None:
+                encoder.to(device, dtype)
+        for component in pipeline.components.values():
+            if isinstance(component, nn.Module):
+                own_memory(component.requires_grad_(False).eval())
+        if recipe.model.gradient_checkpointing:
+            pipeline.transformer.enable_gradient_checkpointing()
+        scales = [recipe.rollout.true_cfg_scale, recipe.eval.true_cfg_scale if recipe.eval else 1.0]
+        return cls(pipeline, settings, device=device, dtype=dtype, cfg=max(scales) > 1)
+
+    @torch.no_grad()
+    def encode_prompts(self, prompts: Sequence[str], negative_prompts: Sequence[str]) -> Conditioning:
+        """prompt_embeds [P, L, D] and pooled_prompt_embeds [P, D'], and their negative twins where CFG is used."""
+        self.truncated_prompts += self._count_truncated(prompts)
+        embeds, negative, pooled, negative_pooled = self._pipeline.encode_prompt(
+            prompt=list(prompts),
+            prompt_2=None,
+            prompt_3=None,
+            device=self.device,
+            do_classifier_free_guidance=self._cfg,
+            negative_prompt=list(negative_prompts) if self._cfg else None,
+            max_sequence_length=self._settings.max_sequence_length,
+        )
+        tensors = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+        if self._cfg:
+            tensors |= {"negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled}
+        return Conditioning(tensors)
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """(channels, height / f, width / f), f the VAE's scale factor."""
+        factor = self._pipeline.vae_scale_factor
+        return (self._pipeline.transformer.config.in_channels, height // factor, width // factor)
+
+    def noise_schedule(self, num_inference_steps: int, height: int, width: int) -> NoiseSchedule:
+        """The folder's FlowMatchEuler schedule, with ``model.flow_shift`` where the recipe gives one."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        changes = {} if self._settings.flow_shift is None else {"shift": self._settings.flow_shift}
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._pipeline.scheduler.config, **changes)
+        arguments = {}
+        if scheduler.config.use_dynamic_shifting:
+            from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+            _, latent_height, latent_width = self.latent_shape(height, width)
+            patch, config = self._pipeline.transformer.config.patch_size, scheduler.config
+            arguments["mu"] = calculate_shift(
+                (latent_height // patch) * (latent_width // patch),
+                config.base_image_seq_len,
+                config.max_image_seq_len,
+                config.base_shift,
+                config.max_shift,
+            )
+        scheduler.set_timesteps(num_inference_steps, device="cpu", **arguments)
+        return NoiseSchedule(sigmas=scheduler.sigmas.float(), timesteps=scheduler.timesteps.float())
+
+    def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning, guidance: Guidance) -> Tensor:
+        """See ModelAdapter.predict."""
+        text = conditioning.tensors
+        embeds, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
+        guided = guidance.true_cfg_scale > 1
+        if guided:
+            latents, timesteps = torch.cat([latents] * 2), torch.cat([timesteps] * 2)
+            embeds = torch.cat([text["negative_prompt_embeds"], embeds])
+            pooled = torch.cat([text["negative_pooled_prompt_embeds"], pooled])
+        with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
+            velocity: Tensor = self.transformer(
+                hidden_states=latents.to(self._dtype),
+                timestep=timesteps,
+                encoder_hidden_states=embeds,
+                pooled_projections=pooled,
+                return_dict=False,
+            )[0]
+        velocity = velocity.float()
+        if guided:
+            negative, positive = velocity.chunk(2)
+            velocity = negative + guidance.true_cfg_scale * (positive - negative)
+        return velocity
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """See ModelAdapter.decode."""
+        vae = self._pipeline.vae
+        decoded: Tensor = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+        return (decoded * 0.5 + 0.5).clamp(0, 1)
+
+    def _count_truncated(self, prompts: Sequence[str]) -> int:
+        pipeline = self._pipeline
+        if pipeline.text_encoder_3 is not None:
+            tokenizer, limit = pipeline.tokenizer_3, self._settings.max_sequence_length
+        else:
+            tokenizer, limit = pipeline.tokenizer, pipeline.tokenizer_max_length
+        return sum(len(ids) > limit for ids in tokenizer(list(prompts), truncation=False, verbose=False).input_ids)

@@ -1,0 +1,54 @@
+"""What a reward is: a mapping from sample ids to scores, computed from the very pixels that are saved.
+
+Invariants: a reward sees each image together with its sample's id and answers by id, so a shuffled batch cannot mix
+rewards up; a missing, surplus or foreign id, a non-number or an exception stops the run with the reward's name; a
+non-finite score marks its sample invalid and is never replaced by a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from digenrl.ids import SampleId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSample:
+    """One generated image with all that a reward may look at."""
+
+    id: SampleId
+    prompt: str
+    metadata: Mapping[str, object]
+    """The prompt's extra fields from a jsonl file (GenEval's ``include``, an OCR target, ...); empty for txt files."""
+    image: NDArray[np.uint8]
+    """[H, W, 3] uint8 RGB, exactly the pixels that the run folder's PNG holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward's answer for one sample; a plain float means a score without parts."""
+
+    value: float
+    """What is trained on; higher is better. NaN or infinity marks the sample invalid."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named details for the logs (``strict``, ``soft``), averaged as ``reward/<name>/<part>``."""
+
+
+class Reward(Protocol):
+    """One reward. A user's class needs ``__init__(self, settings)``, ``Settings`` (pydantic) and ``score``."""
+
+    def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, Score | float]:
+        """Score each sample: one entry per ``sample.id``, no more and no less."""
+        ...
+
+    def self_test(self) -> tuple[Sequence[RewardSample], Sequence[RewardSample]] | None:
+        """Good and bad samples; every good one must score above every bad one, or the run does not start.
+
+        None skips the check (the default of user rewards that do not define it).
+        """
+        ...

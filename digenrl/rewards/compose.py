@@ -1,0 +1,116 @@
+"""Several rewards as one number per sample: a weighted sum, with every answer checked against its sample's id."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from digenrl.config.registry import component_class
+from digenrl.config.schema import RewardSpec
+from digenrl.errors import ConfigError, DigenError, RunFailed
+from digenrl.ids import SampleId
+from digenrl.rewards.base import Reward, RewardSample, Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """Rewards of B samples, in the order of the samples given."""
+
+    totals: NDArray[np.float64]
+    """[B], the weighted sum; NaN where any reward is not finite."""
+    parts: Mapping[str, NDArray[np.float64]]
+    """``<reward>`` and ``<reward>/<part>`` -> [B]."""
+
+
+class WeightedRewards:
+    """The rewards of a recipe."""
+
+    def __init__(self, rewards: Sequence[tuple[RewardSpec, Reward]]) -> None:
+        self._rewards = tuple(rewards)
+
+    @classmethod
+    def from_recipe(cls, specs: Sequence[RewardSpec]) -> WeightedRewards:
+        """Build every reward and run its self-test. Raises ConfigError naming the reward that fails."""
+        built = []
+        for index, spec in enumerate(specs):
+            reward = component_class("reward", spec.type, where=f"rewards.{index}.type")(spec.settings)
+            _self_test(spec.name, reward)
+            built.append((spec, reward))
+        return cls(built)
+
+    def score(self, samples: Sequence[RewardSample]) -> Rewards:
+        """Score the samples. Raises RunFailed when a reward raises, or answers for other samples than it was given."""
+        totals = np.zeros(len(samples))
+        parts: dict[str, NDArray[np.float64]] = {}
+        for spec, reward in self._rewards:
+            scores = [_as_score(spec.name, answer) for answer in _ask(spec.name, reward, samples)]
+            values = np.array([score.value for score in scores], dtype=np.float64)
+            parts[spec.name] = values
+            for part in {name: None for score in scores for name in score.parts}:
+                parts[f"{spec.name}/{part}"] = np.array([s.parts.get(part, np.nan) for s in scores], dtype=np.float64)
+            with np.errstate(invalid="ignore"):
+                totals += spec.weight * values
+        totals[~np.isfinite(totals)] = np.nan
+        return Rewards(totals=totals, parts=parts)
+
+
+def _ask(name: str, reward: Reward, samples: Sequence[RewardSample]) -> list[Score | float]:
+    try:
+        answers = reward.score(samples)
+    except DigenError:
+        raise
+    except Exception as error:
+        raise RunFailed(
+            f"The reward {name!r} raised {type(error).__name__}: {error}",
+            why="An error is never scored as 0: the run would train on the reward's bugs.",
+            fix="Mend the reward; its traceback is in the log.",
+        ) from error
+    wanted = [sample.id for sample in samples]
+    got = list(answers) if isinstance(answers, Mapping) else None
+    if got is None or set(got) != set(wanted):
+        detail = f"answered with a {type(answers).__name__}" if got is None else _difference(wanted, got)
+        raise RunFailed(
+            f"The reward {name!r} {detail}.",
+            why="Every sample needs its own score, found by its id.",
+            fix="Return {sample.id: score for each sample in samples}.",
+        )
+    return [answers[sample] for sample in wanted]
+
+
+def _difference(wanted: Sequence[SampleId], got: Sequence[SampleId]) -> str:
+    missing, foreign = set(wanted) - set(got), set(got) - set(wanted)
+    return f"scored {len(got)} of {len(wanted)} samples: {len(missing)} missing, {len(foreign)} that were not asked for"
+
+
+def _as_score(name: str, answer: object) -> Score:
+    score = answer if isinstance(answer, Score) else Score(value=answer) if _is_number(answer) else None  # type: ignore[arg-type]
+    if score is None or not _is_number(score.value):
+        raise RunFailed(
+            f"The reward {name!r} answered {answer!r}, which is not a number.",
+            why="Only a number can be trained on; NaN is allowed and marks the sample invalid.",
+            fix="Return floats, or Score(value, parts).",
+        )
+    return score
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real | np.number) and not isinstance(value, bool)
+
+
+def _self_test(name: str, reward: Reward) -> None:
+    test = getattr(reward, "self_test", None)
+    samples = test() if test is not None else None
+    if samples is None:
+        return
+    good, bad = samples
+    scores = [[float(_as_score(name, a).value) for a in _ask(name, reward, side)] for side in (good, bad)]
+    if not min(scores[0]) > max(scores[1]):
+        raise ConfigError(
+            f"The reward {name!r} fails its self-test: a good sample scores {min(scores[0])}, a bad one {max(scores[1])}.",
+            why="A reward that cannot tell them apart would train on noise.",
+            fix="Check its settings and the packages that it needs.",
+        )

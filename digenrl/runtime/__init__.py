@@ -1,0 +1,1 @@
+"""Where control meets data: executors carry the scheduler's commands to workers."""

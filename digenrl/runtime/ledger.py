@@ -1,0 +1,122 @@
+"""What the ids of commands stand for: prompts, conditioning, trajectories, rewards, advantages of the steps in flight.
+
+Invariants: a reward is stored under its own sample's place, checked by id; batch statistics are computed only from a
+complete step; what is accumulated is forgotten, so memory does not grow with steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from digenrl.algorithms.base import Algorithm, GroupAdvantages
+from digenrl.config.schema import Recipe
+from digenrl.data.prompts import Prompt
+from digenrl.data.sampler import PromptSampler
+from digenrl.diffusion.trajectory import Trajectory
+from digenrl.errors import ProtocolError
+from digenrl.ids import MicroBatchId, SampleId
+from digenrl.models.base import Conditioning
+from digenrl.rewards.compose import Rewards
+from digenrl.scheduling.micro_batches import MicroBatch, cut_into_micro_batches
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step while it is in flight."""
+
+    prompts: tuple[Prompt, ...]
+    conditioning: Conditioning | None = None
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)
+    """By index of the micro-batch; gone once accumulated."""
+    rewards: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
+    """[P, G], NaN until scored and where invalid."""
+    parts: dict[str, list[NDArray[np.float64]]] = field(default_factory=dict)
+    scored: set[int] = field(default_factory=set)
+    """Indices of scored micro-batches."""
+    groups: list[GroupAdvantages] = field(default_factory=list)
+    """Advantages handed out so far, for the metrics."""
+
+
+class Ledger:
+    """The data behind the ids."""
+
+    def __init__(self, sampler: PromptSampler, algorithm: Algorithm, recipe: Recipe) -> None:
+        self._sampler = sampler
+        self._algorithm = algorithm
+        self._num_generations = recipe.rollout.num_generations
+        self._micro_batches = cut_into_micro_batches(
+            recipe.rollout.prompts_per_step, recipe.schedule.groups_per_micro_batch
+        )
+        self._batch_statistics = recipe.schedule.update_after == "step"
+        self._steps: dict[int, StepRecord] = {}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know about the prompts before the run."""
+        return self._sampler.warnings
+
+    def step(self, step: int) -> StepRecord:
+        """The record of a step, made on first use."""
+        if step not in self._steps:
+            prompts = self._sampler.prompts_of_step(step)
+            rewards = np.full((len(prompts), self._num_generations), np.nan)
+            self._steps[step] = StepRecord(prompts=prompts, rewards=rewards)
+        return self._steps[step]
+
+    def micro_batch(self, micro_batch: MicroBatchId) -> MicroBatch:
+        """Which prompts a micro-batch holds."""
+        return self._micro_batches[micro_batch.index]
+
+    def samples(self, micro_batch: MicroBatchId) -> tuple[SampleId, ...]:
+        """All samples of a micro-batch, by prompt and then sample."""
+        return tuple(
+            SampleId(micro_batch.step, prompt, sample)
+            for prompt in self.micro_batch(micro_batch).prompts
+            for sample in range(self._num_generations)
+        )
+
+    def prompt_rows(self, samples: Sequence[SampleId]) -> Tensor:
+        """Row of each sample's prompt in the step's conditioning: [B] int64."""
+        return torch.tensor([sample.prompt for sample in samples])
+
+    def conditioning(self, step: int) -> Conditioning:
+        """The step's encoded prompts. Raises ProtocolError before they are encoded."""
+        conditioning = self.step(step).conditioning
+        if conditioning is None:
+            raise ProtocolError(f"The prompts of step {step} are not encoded yet.", fix="Encode before generating.")
+        return conditioning
+
+    def add_rewards(self, micro_batch: MicroBatchId, samples: Sequence[SampleId], rewards: Rewards) -> None:
+        """Store the rewards of a micro-batch, each under its sample's id. Raises ProtocolError for foreign samples."""
+        if tuple(samples) != self.samples(micro_batch):
+            raise ProtocolError(
+                f"Micro-batch {micro_batch} was scored with the samples of another one.",
+                fix="This is a bug; please report it with the run's trace.jsonl.",
+            )
+        record = self.step(micro_batch.step)
+        for sample, value in zip(samples, rewards.totals, strict=True):
+            record.rewards[sample.prompt, sample.sample] = value
+        for name, values in rewards.parts.items():
+            record.parts.setdefault(name, []).append(values)
+        record.scored.add(micro_batch.index)
+
+    def advantages(self, micro_batch: MicroBatchId) -> list[GroupAdvantages]:
+        """Advantages of the groups of a scored micro-batch, in order of prompt."""
+        record, prompts = self.step(micro_batch.step), self.micro_batch(micro_batch).prompts
+        if self._batch_statistics:
+            assert len(record.scored) == len(self._micro_batches), "update_after: step holds updates until all is scored"
+            groups = [self._algorithm.advantages(record.rewards)[prompt] for prompt in prompts]
+        else:
+            groups = self._algorithm.advantages(record.rewards[list(prompts)])
+        record.groups.extend(groups)
+        return groups
+
+    def close_step(self, step: int) -> StepRecord:
+        """Forget a step and return its record."""
+        return self._steps.pop(step)

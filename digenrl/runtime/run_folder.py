@@ -1,0 +1,81 @@
+"""The folder of one run: what lies where, and that no other run is ever overwritten.
+
+    recipe.yaml  metrics.jsonl  trace.jsonl  summary.json  reward.png  samples/index.jsonl  samples/<when>/*.png
+    final/{parameters,optimizer,ema}.safetensors
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+from PIL import Image
+
+from digenrl.config.schema import Recipe
+from digenrl.errors import ConfigError
+
+
+class RunFolder:
+    """Paths of one run and the files that are written once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.trace = path / "trace.jsonl"
+        self.summary = path / "summary.json"
+        self.reward_plot = path / "reward.png"
+        self.final = path / "final"
+        self._samples = path / "samples"
+
+    @classmethod
+    def create(cls, recipe: Recipe) -> RunFolder:
+        """Make the run's folder and write its recipe. Raises ConfigError when it holds anything or cannot be made."""
+        default = f"runs/{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = Path(recipe.run.output_dir or default).expanduser()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(
+                f"run.output_dir: {str(path)!r} is not an empty folder.",
+                why="It may hold another run, and nothing is ever overwritten.",
+                fix="Choose another run.output_dir, or delete or move the old run yourself.",
+            )
+        folder = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "recipe.yaml").write_text(
+                yaml.safe_dump(recipe.to_plain(), sort_keys=False, allow_unicode=True), encoding="utf-8"
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"run.output_dir: cannot write into {str(path)!r}: {error.strerror or error}.",
+                fix="Choose a folder that you may write to.",
+            ) from error
+        return folder
+
+    def write_summary(self, summary: Mapping[str, object]) -> None:
+        """Write summary.json, complete or not at all."""
+        draft = self.summary.with_suffix(".json.tmp")
+        draft.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        draft.replace(self.summary)
+
+    def save_samples(
+        self, when: str, images: NDArray[np.uint8], names: Sequence[str], rows: Sequence[Mapping[str, object]]
+    ) -> None:
+        """Save pictures as samples/<when>/<name>.png with one line each in samples/index.jsonl.
+
+        images: [N, H, W, 3]; rows: what the index says of each (prompt, rewards, policy version, ...).
+        """
+        folder = self._samples / when
+        folder.mkdir(parents=True, exist_ok=True)
+        with (self._samples / "index.jsonl").open("a", encoding="utf-8") as index:
+            for image, name, row in zip(images, names, rows, strict=True):
+                path = folder / f"{name}.png"
+                Image.fromarray(image).save(path)
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                line = {"file": str(path.relative_to(self.path)), "sha256": digest, **row}
+                index.write(json.dumps(line, ensure_ascii=False) + "\n")

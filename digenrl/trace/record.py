@@ -1,0 +1,104 @@
+"""Writing and reading ``trace.jsonl``. Each line is flushed, so a run that dies leaves a usable record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from digenrl.config.text import read_text
+from digenrl.errors import ConfigError
+from digenrl.scheduling.commands import Command
+from digenrl.scheduling.events import Event
+from digenrl.scheduling.state import SchedulerSettings
+from digenrl.trace import codec
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event and the commands that the scheduler answered with."""
+
+    event: Event
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A whole record."""
+
+    settings: SchedulerSettings
+    entries: tuple[Entry, ...]
+
+
+class TraceWriter:
+    """Appends entries to a trace file; a context manager."""
+
+    def __init__(self, path: Path, settings: SchedulerSettings) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._write({"format": codec.FORMAT, "version": codec.VERSION, "settings": dataclasses.asdict(settings)})
+
+    def record(self, event: Event, commands: Sequence[Command]) -> None:
+        """Write one event with its commands."""
+        self._write({"event": codec.to_json(event), "commands": [codec.to_json(command) for command in commands]})
+
+    def close(self) -> None:
+        """Close the file; recording afterwards is an error."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, line: dict[str, object]) -> None:
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace. Raises ConfigError naming file and line where it is truncated, foreign or newer than this version."""
+    lines = [line for line in read_text(path).split("\n") if line]
+    if not lines:
+        raise ConfigError(f"{str(path)!r} is empty, not a trace.", fix="Give the trace.jsonl of a run folder.")
+    head = _parse(lines[0], path, 1)
+    if head.get("format") != codec.FORMAT:
+        raise ConfigError(f"{path}:1: this is not a DigenRL trace.", fix="Give the trace.jsonl of a run folder.")
+    if head.get("version") != codec.VERSION:
+        raise ConfigError(
+            f"{path}:1: trace version {head.get('version')}, and this DigenRL reads version {codec.VERSION}.",
+            fix="Read it with the DigenRL that wrote it.",
+        )
+    settings: SchedulerSettings = codec.from_plain(SchedulerSettings, head.get("settings"))
+    return Trace(settings, tuple(_entries(lines[1:], path)))
+
+
+def _entries(lines: list[str], path: Path) -> Iterator[Entry]:
+    for number, line in enumerate(lines, start=2):
+        plain = _parse(line, path, number)
+        try:
+            event = codec.event_from_json(plain.get("event"))
+            commands = tuple(codec.command_from_json(item) for item in plain.get("commands", ()))
+        except ConfigError as error:
+            raise ConfigError(f"{path}:{number}: {error.what}", fix="The file is damaged; use an intact trace.") from error
+        yield Entry(event, commands)
+
+
+def _parse(line: str, path: Path, number: int) -> dict[str, object]:
+    try:
+        plain = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}:{number}: this line is not JSON: {error}.",
+            why="A run that was killed can leave a half line at the end.",
+            fix="Delete the last line if it is incomplete.",
+        ) from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}:{number}: this line is not an object.", fix="Give the trace.jsonl of a run folder.")
+    return plain

@@ -1,0 +1,23 @@
+"""Replay: feed a recorded run's events to a fresh scheduler and compare its commands with the recorded ones."""
+
+from __future__ import annotations
+
+from digenrl.errors import ProtocolError
+from digenrl.scheduling.scheduler import Scheduler
+from digenrl.trace.record import Trace
+
+
+def replay(trace: Trace) -> int:
+    """Number of commands that were replayed. Raises ProtocolError at the first event whose commands differ."""
+    scheduler = Scheduler(trace.settings)
+    count = 0
+    for number, entry in enumerate(trace.entries):
+        commands = tuple(scheduler.handle(entry.event))
+        if commands != entry.commands:
+            raise ProtocolError(
+                f"Event {number} ({entry.event}) replays to other commands.",
+                why=f"Recorded: {entry.commands}; now: {commands}.",
+                fix="The trace was written by another version of DigenRL, or it was edited.",
+            )
+        count += len(commands)
+    return count

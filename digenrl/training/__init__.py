@@ -1,0 +1,1 @@
+"""The trainer: summed gradients over packed pairs, one division, one optimizer step."""

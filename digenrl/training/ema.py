@@ -1,0 +1,52 @@
+"""Moving average of the trained weights.
+
+Invariant: the trained weights are never aliased, and come back bit for bit when ``swapped`` ends, also after an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from digenrl.config.schema import EmaSection
+
+
+class Ema:
+    """average <- d average + (1 - d) weights, with d = min((1 + n) / (10 + n), decay) after n earlier steps (as flow_grpo)."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: EmaSection) -> None:
+        self._parameters = parameters
+        self._settings = settings
+        self._steps = 0
+        self.average: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
+        """Averaged weights by name."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Call once after every applied optimizer step; acts at every ``update_interval``-th call."""
+        steps = self._steps
+        self._steps += 1
+        if self._steps % self._settings.update_interval:
+            return
+        decay = min((1 + steps) / (10 + steps), self._settings.decay)
+        for name, parameter in self._parameters.items():
+            self.average[name].lerp_(parameter.to(self.average[name].dtype), 1 - decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The averaged weights in place of the trained ones."""
+        kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        _load(self._parameters, self.average)
+        try:
+            yield
+        finally:
+            _load(self._parameters, kept)
+
+
+@torch.no_grad()
+def _load(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])

@@ -1,0 +1,61 @@
+"""The policy in training: the network's trainable weights, and the starting model as reference.
+
+Invariant: inside ``reference()`` the network is the starting model, and afterwards the policy is exactly what it was.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from digenrl.config.schema import Recipe
+from digenrl.models.base import ModelAdapter
+from digenrl.models.lora import add_lora
+
+
+class Policy:
+    """Trainable weights of one adapter: low-rank adapters, or all of the transformer."""
+
+    def __init__(self, adapter: ModelAdapter, recipe: Recipe, *, needs_reference: bool) -> None:
+        self.adapter = adapter
+        self.version = 0
+        """Version of the weights that the network holds now."""
+        self._lora = recipe.model.lora is not None
+        self._frozen: nn.Module | None = None
+        if recipe.model.lora is not None:
+            add_lora(adapter.transformer, recipe.model.lora, adapter.default_lora_targets, seed=recipe.run.seed)
+        else:
+            if needs_reference:
+                self._frozen = copy.deepcopy(adapter.transformer).requires_grad_(False)
+            adapter.transformer.requires_grad_(True)
+        self.parameters: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in adapter.transformer.named_parameters() if parameter.requires_grad
+        }
+        """Trained weights by name, float32."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The starting model, in place of the policy."""
+        network: Any = self.adapter.transformer
+        if self._lora:
+            network.disable_adapters()
+            try:
+                yield
+            finally:
+                network.enable_adapters()
+            return
+        assert self._frozen is not None, "a reference was not asked for when the policy was made"
+        self.adapter.transformer = self._frozen
+        try:
+            yield
+        finally:
+            self.adapter.transformer = network

@@ -1,0 +1,45 @@
+"""Packing of (sample, denoising step) pairs into forward batches (TSP).
+
+Pairs are ordered by sample, then denoising step; a batch holds pairs of one prompt group only and has always the same
+number of rows, the tail padded with pairs of weight 0. So the packing, and with it every bit of the gradient, depends on
+neither the micro-batches nor on who generated what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from digenrl.diffusion.batching import row_batches
+
+
+@dataclass(frozen=True, slots=True)
+class PairBatch:
+    """N pairs of one prompt group that go through the network together."""
+
+    rows: Tensor
+    """[N] int64, row of the trajectory."""
+    slots: Tensor
+    """[N] int64, which of the row's S trained steps."""
+    weights: Tensor
+    """[N] float32: 1, or 0 for padding."""
+
+
+def pack_pairs(rows: Tensor, trained_steps: int, batch_size: int) -> Iterator[PairBatch]:
+    """Pack all pairs of one group. rows: [n] int64, the trajectory rows of the group that are trained, ascending."""
+    pair_rows = rows.repeat_interleave(trained_steps)
+    pair_slots = torch.arange(trained_steps).repeat(len(rows))
+    for batch in row_batches(len(pair_rows), batch_size):
+        weights = torch.ones(batch_size)
+        weights[batch.count :] = 0.0
+        yield PairBatch(pair_rows[batch.rows], pair_slots[batch.rows], weights)
+
+
+def pairs_per_batch(asked: int | Literal["all"], num_generations: int, trained_steps: int) -> int:
+    """Rows of a training forward: what the recipe asks for, at most a whole group."""
+    whole = num_generations * trained_steps
+    return whole if asked == "all" else min(asked, whole)

@@ -1,0 +1,210 @@
+"""The trainer: sums gradients over pairs, divides by Z once, clips, steps.
+
+Invariants: weights change in ``optimizer_step`` and nowhere else; a non-finite reward, latent, log-probability or loss is
+masked before backward, and a non-finite gradient voids the whole step: weights, optimizer and average stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from digenrl.algorithms.base import Algorithm, GroupAdvantages, LossInputs, LossOutputs
+from digenrl.config.schema import Recipe
+from digenrl.diffusion.dynamics import StepDistribution, gaussian_log_prob
+from digenrl.diffusion.noise_schedule import NoiseSchedule
+from digenrl.diffusion.trajectory import Trajectory
+from digenrl.models.base import Conditioning, Guidance
+from digenrl.scheduling.events import StepOutcome
+from digenrl.training.ema import Ema
+from digenrl.training.optim import learning_rate, make_optimizer
+from digenrl.training.policy import Policy
+from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did."""
+
+    outcome: StepOutcome
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pairs:
+    """The tensors of N pairs, on the device."""
+
+    latents: Tensor
+    next_latents: Tensor
+    timesteps: Tensor
+    sigma: Tensor
+    sigma_next: Tensor
+    noise_levels: Tensor
+    old_log_prob: Tensor
+    advantages: Tensor
+    weights: Tensor
+
+    def without(self, rows: Tensor) -> _Pairs:
+        """The same pairs, with these rows [N] bool turned into harmless padding."""
+        latent_rows = rows.view(-1, *(1 for _ in self.latents.shape[1:]))
+        return replace(
+            self,
+            latents=self.latents.masked_fill(latent_rows, 0.0),
+            next_latents=self.next_latents.masked_fill(latent_rows, 0.0),
+            old_log_prob=self.old_log_prob.masked_fill(rows, 0.0),
+            advantages=self.advantages.masked_fill(rows, 0.0),
+            weights=self.weights.masked_fill(rows, 0.0),
+        )
+
+
+class Trainer:
+    """Updates one policy with one algorithm."""
+
+    def __init__(self, policy: Policy, algorithm: Algorithm, recipe: Recipe, schedule: NoiseSchedule) -> None:
+        self.policy = policy
+        self.ema = Ema(policy.parameters, recipe.train.ema) if recipe.train.ema else None
+        self.optimizer = make_optimizer(policy.parameters.values(), recipe.train)
+        self._algorithm = algorithm
+        self._recipe = recipe
+        self._schedule = schedule
+        self._guidance = Guidance(recipe.rollout.true_cfg_scale, recipe.rollout.guidance_scale)
+        self._pairs = 0
+        self._nonfinite_pairs = 0
+        self._metrics: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+    def accumulate(
+        self, trajectory: Trajectory, conditioning: Conditioning, advantages: Sequence[GroupAdvantages]
+    ) -> None:
+        """Add the gradient of one micro-batch.
+
+        trajectory: whole groups, contiguous, in order of prompt. conditioning: one row per group. advantages: one per group.
+        """
+        self._schedule.check_same(trajectory.sigmas)
+        group_size = len(trajectory.samples) // len(advantages)
+        trained_steps = trajectory.denoising_steps.shape[1]
+        batch_size = pairs_per_batch(self._recipe.train.timestep_batch_size, group_size, trained_steps)
+        for group, its in enumerate(advantages):
+            self._pairs += int(its.kept.sum()) * trained_steps
+            # Where the objective is nothing but the advantage's, a pair of advantage 0 counts in Z and needs no pass.
+            useful = its.kept if self._algorithm.needs_reference else its.kept & (its.values != 0)
+            rows = torch.from_numpy(np.flatnonzero(useful)) + group * group_size
+            values = torch.zeros(len(trajectory.samples), dtype=torch.float32)
+            values[group * group_size : (group + 1) * group_size] = torch.from_numpy(its.values).float()
+            text = conditioning.select(torch.tensor([group]).expand(batch_size))
+            for batch in pack_pairs(rows, trained_steps, batch_size):
+                self._backward(self._gather(trajectory, batch, values), text)
+
+    def optimizer_step(self) -> StepReport:
+        """Divide by Z, clip, step; or leave everything as it is where Z = 0 or the gradient is not finite."""
+        train, pairs = self._recipe.train, self._pairs
+        metrics = self._mean_metrics() | {"trained_pairs": float(pairs), "nonfinite_pairs": float(self._nonfinite_pairs)}
+        rate = learning_rate(self.policy.version, train)
+        outcome = StepOutcome.EMPTY
+        if pairs:
+            norm = self._divide_and_clip(pairs)
+            metrics |= {"grad_norm": float(norm), "learning_rate": rate}
+            outcome = StepOutcome.APPLIED if bool(torch.isfinite(norm)) else StepOutcome.VOIDED
+        if outcome is StepOutcome.APPLIED:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            if self.ema is not None:
+                self.ema.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.policy.version += 1
+        self._pairs, self._nonfinite_pairs, self._metrics = 0, 0, []
+        return StepReport(outcome=outcome, metrics=metrics)
+
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """Trained parameters, optimizer state and average, by part and name."""
+        optimizer = {
+            f"{key}.{name}": value
+            for name, parameter in self.policy.parameters.items()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in self.policy.parameters.items()},
+            "optimizer": optimizer,
+            "ema": dict(self.ema.average) if self.ema else {},
+        }
+
+    def _gather(self, trajectory: Trajectory, batch: PairBatch, advantages: Tensor) -> _Pairs:
+        device = self.policy.adapter.device
+        steps = trajectory.denoising_steps[batch.rows, batch.slots].cpu()
+        rows, slots = batch.rows.to(trajectory.latents.device), batch.slots.to(trajectory.latents.device)
+        return _Pairs(
+            latents=trajectory.latents[rows, slots].to(device),
+            next_latents=trajectory.next_latents[rows, slots].to(device),
+            timesteps=self._schedule.timesteps[steps].to(device),
+            sigma=self._schedule.sigmas[steps].to(device),
+            sigma_next=self._schedule.sigmas[steps + 1].to(device),
+            noise_levels=trajectory.noise_levels[batch.rows, batch.slots].to(device),
+            old_log_prob=trajectory.log_probs[rows, slots].to(device),
+            advantages=advantages[batch.rows].to(device),
+            weights=batch.weights.to(device),
+        )
+
+    def _backward(self, pairs: _Pairs, text: Conditioning) -> None:
+        out = self._loss(pairs, text)
+        bad = ~torch.isfinite(out.loss.detach()) & (pairs.weights > 0)
+        if bool(bad.any()):
+            # Masking the loss alone is not enough: 0 times a NaN activation would still poison the weights' gradient.
+            self._nonfinite_pairs += int(bad.sum())
+            pairs = pairs.without(bad)
+            out = self._loss(pairs, text)
+        real = pairs.weights > 0
+        torch.where(real, out.loss, 0.0).sum().backward()
+        self._metrics.append((real, out.metrics))
+
+    def _loss(self, pairs: _Pairs, text: Conditioning) -> LossOutputs:
+        step = self._step(pairs, text)
+        reference_mean = None
+        if self._algorithm.needs_reference:
+            with torch.no_grad(), self.policy.reference():
+                reference_mean = self._step(pairs, text).mean
+        return self._algorithm.loss(
+            LossInputs(
+                log_prob=gaussian_log_prob(
+                    pairs.next_latents, step.mean, step.transition_std, self._algorithm.log_prob_reduction
+                ),
+                old_log_prob=pairs.old_log_prob,
+                advantages=pairs.advantages,
+                mean=step.mean,
+                transition_std=step.transition_std,
+                dt=pairs.sigma_next - pairs.sigma,
+                reference_mean=reference_mean,
+            )
+        )
+
+    def _step(self, pairs: _Pairs, text: Conditioning) -> StepDistribution:
+        velocity = self.policy.adapter.predict(pairs.latents, pairs.timesteps, text, self._guidance)
+        sigma_1 = self._schedule.sigmas[1].to(velocity.device)
+        return self._algorithm.dynamics.step(
+            pairs.latents, velocity, pairs.sigma, pairs.sigma_next, sigma_1, pairs.noise_levels
+        )
+
+    def _divide_and_clip(self, pairs: int) -> Tensor:
+        parameters = list(self.policy.parameters.values())
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(pairs)
+        limit = self._recipe.train.max_grad_norm
+        return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+
+    def _mean_metrics(self) -> dict[str, float]:
+        if not self._metrics:
+            return {}
+        real = torch.cat([real for real, _ in self._metrics])
+        means: dict[str, float] = {}
+        for name in self._metrics[0][1]:
+            values = torch.cat([metrics[name] for _, metrics in self._metrics])[real]
+            if name == "ratio":
+                means |= {"ratio_mean": float(values.mean()), "ratio_std": float(values.std(correction=0))}
+            else:
+                means[name] = float(values.mean())
+        return means
