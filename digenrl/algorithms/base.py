@@ -75,7 +75,8 @@ class Algorithm(Protocol):
 
     def advantages(self, rewards: NDArray[np.float64]) -> list[GroupAdvantages]:
         """Advantages of complete groups. rewards: [P, G], NaN where invalid; all groups of the step where batch
-        statistics are used, else those of one micro-batch."""
+        statistics are used, else those of one micro-batch.
+        """
         ...
 
     def loss(self, pairs: LossInputs) -> LossOutputs:

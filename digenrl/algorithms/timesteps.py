@@ -19,21 +19,17 @@ def first_steps(count: int, num_samples: int, num_inference_steps: int, noise_le
     )
 
 
-def random_steps(
-    count: int, samples: Sequence[SampleId], num_inference_steps: int, noise_level: float, *, seed: int
-) -> StepPlan:
+def random_steps(count: int, samples: Sequence[SampleId], num_inference_steps: int, noise_level: float, *, seed: int) -> StepPlan:
     """Noise on all steps but the last; each sample trains its own random ``count`` of them, ascending."""
     chosen = [
-        torch.randperm(
-            num_inference_steps - 1, generator=generator(seed, Purpose.TIMESTEP_CHOICE, s.step, s.prompt, s.sample)
-        )[:count]
+        torch.randperm(num_inference_steps - 1, generator=generator(seed, Purpose.TIMESTEP_CHOICE, s.step, s.prompt, s.sample))[
+            :count
+        ]
         .sort()
         .values
         for s in samples
     ]
-    return StepPlan(
-        noise_levels=_noise_everywhere(len(samples), num_inference_steps, noise_level), trained=torch.stack(chosen)
-    )
+    return StepPlan(noise_levels=_noise_everywhere(len(samples), num_inference_steps, noise_level), trained=torch.stack(chosen))
 
 
 def random_window(
@@ -47,7 +43,8 @@ def random_window(
     seed: int,
 ) -> StepPlan:
     """Noise only in a window of ``size`` steps inside [low, high), all of them trained. One window per RL step, drawn from
-    its number, so that all samples of a step, on all workers, share it."""
+    its number, so that all samples of a step, on all workers, share it.
+    """
     levels = torch.zeros(len(samples), num_inference_steps)
     trained = torch.empty(len(samples), size, dtype=torch.int64)
     for row, sample in enumerate(samples):

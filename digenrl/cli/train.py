@@ -11,7 +11,7 @@ from digenrl.config.loader import load_recipe
 def run(path: str, overrides: Sequence[str]) -> None:
     """Train and print what came out."""
     recipe = load_recipe(path, overrides)
-    # Before torch is imported: threads that wait must sleep, since spinning costs up to 9 times the wall time when cores are shared.
+    # Before torch is imported: waiting threads must sleep, since spinning costs up to 9 times the wall time on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("OMP_NUM_THREADS", str(recipe.run.threads_per_worker))

@@ -65,7 +65,7 @@ def _check_model(recipe: Recipe) -> ModelFolder | None:
             low = max(1, pixels // folder.pixel_multiple) * folder.pixel_multiple
             raise ConfigError(
                 f"rollout.{side} ({pixels}) is not a multiple of {folder.pixel_multiple}.",
-                why=f"The model's VAE shrinks by {folder.vae_scale_factor} and its transformer cuts patches of {folder.patch_size}.",
+                why=f"The VAE shrinks by {folder.vae_scale_factor} and the transformer cuts patches of {folder.patch_size}.",
                 fix=f"Use rollout.{side}={low} or {low + folder.pixel_multiple}.",
             )
     return folder

@@ -99,7 +99,7 @@ def _parse_yaml(text: str, source: _Source) -> dict[str, Any]:
         ) from error
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{source.file}: a recipe is a mapping of sections, and this holds {'nothing' if data is None else 'something else'}.",
+            f"{source.file}: a recipe is a mapping of sections, and this {'is empty' if data is None else 'is something else'}.",
             fix="Start from one of the files in recipes/.",
         )
     for path, line in _lines(root, (), source):
@@ -200,7 +200,10 @@ def _nest_component(
 
 
 def _problems(
-    error: ValidationError, prefix: Path_, cls: type[BaseModel] | None = None, own_keys: set[str] = frozenset()  # type: ignore[assignment]
+    error: ValidationError,
+    prefix: Path_,
+    cls: type[BaseModel] | None = None,
+    own_keys: set[str] = frozenset(),  # type: ignore[assignment]
 ) -> list[_Problem]:
     found: dict[Path_, str] = {}
     for item in error.errors(include_url=False):

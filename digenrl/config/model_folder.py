@@ -85,9 +85,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             fix="Check model.path, or download the model again.",
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path: {str(path)!r} cannot be read: {error}.", fix="Download the model again."
-        ) from error
+        raise ConfigError(f"model.path: {str(path)!r} cannot be read: {error}.", fix="Download the model again.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"model.path: {str(path)!r} is not a JSON object.", fix="Download the model again.")
     return content

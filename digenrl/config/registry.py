@@ -61,15 +61,14 @@ def settings_class(kind: str, name: str, *, where: str) -> type[BaseModel]:
     if registered is not None:
         settings: type[BaseModel] = _import(registered.settings, where=where)
         return settings
-    component = _import(name, where=where)
-    settings = getattr(component, "Settings", None)
-    if not (isinstance(settings, type) and issubclass(settings, BaseModel)):
+    own = getattr(_import(name, where=where), "Settings", None)
+    if not (isinstance(own, type) and issubclass(own, BaseModel)):
         raise ConfigError(
             f"{where}: {name} has no settings class.",
             why="The recipe's keys are validated against it before any worker starts.",
             fix="Give the class an inner `class Settings(pydantic.BaseModel)` with one documented field per key.",
         )
-    return settings
+    return own
 
 
 def component_class(kind: str, name: str, *, where: str) -> Any:

@@ -74,15 +74,19 @@ class RolloutSection(Section):
     width: int = Field(ge=8, description="Image width in pixels.")
     noise_level: float = Field(default=0.7, ge=0, description="Strength a of the SDE noise; 0 is the ODE.")
     true_cfg_scale: float = Field(
-        default=1.0, ge=1, description="Classifier-free guidance with a second, unconditional pass; 1 is none. Used in rollout and training alike."
+        default=1.0,
+        ge=1,
+        description="Classifier-free guidance with a second, unconditional pass, in rollout and training alike; 1 is none.",
     )
     guidance_scale: float | None = Field(
         default=None, description="Embedded guidance, only for models distilled for it; others take true_cfg_scale."
     )
     init_same_noise: bool = Field(default=False, description="All samples of a prompt start from the same noise.")
     forward_batch_size: int = Field(
-        default=8, ge=1, description="Samples in one forward pass, everywhere; short batches are padded to it, so that "
-        "numbers do not depend on the placement."
+        default=8,
+        ge=1,
+        description="Samples in one forward pass, everywhere; short batches are padded to it, so that "
+        "numbers do not depend on the placement.",
     )
 
 
@@ -103,7 +107,9 @@ class RewardSpec(ComponentSpec):
 class EmaSection(Section):
     """Moving average of the trained weights, used for evaluation and export."""
 
-    decay: float = Field(default=0.9, ge=0, lt=1, description="Decay of the average; warmed up as min((1 + n) / (10 + n), decay).")
+    decay: float = Field(
+        default=0.9, ge=0, lt=1, description="Decay of the average, warmed up as min((1 + n) / (10 + n), decay)."
+    )
     update_interval: int = Field(default=1, ge=1, description="Optimizer steps between two updates of the average.")
 
 
@@ -121,15 +127,14 @@ class TrainSection(Section):
     weight_decay: float = Field(default=1e-4, ge=0, description="AdamW weight decay.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Clip of the gradient's norm; null never clips.")
     timestep_batch_size: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
-        default="all", description="(sample, denoising step) pairs in one forward and backward pass (TSP); at most one "
-        "prompt group, which is what `all` means."
+        default="all",
+        description="(sample, denoising step) pairs in one forward and backward pass (TSP); at most one "
+        "prompt group, which is what `all` means.",
     )
     deterministic: bool = Field(
         default=False, description="Bitwise repeatable whatever the placement; implies schedule.update_order: index."
     )
-    max_skipped_steps: int = Field(
-        default=3, ge=1, description="Voided steps (non-finite gradient) in a row that stop the run."
-    )
+    max_skipped_steps: int = Field(default=3, ge=1, description="Voided steps (non-finite gradient) in a row that stop the run.")
     ema: EmaSection | None = Field(default=None, description="Keep a moving average of the trained weights.")
 
 

@@ -1,7 +1,7 @@
-"""Prompt files: txt (one prompt a line), jsonl (``prompt`` and any other fields) and GenEval metadata (the same).
+r"""Prompt files: txt (one prompt a line), jsonl (``prompt`` and any other fields) and GenEval metadata (the same).
 
 Invariants: UTF-8 whatever the locale; a line number in every complaint; blank lines are skipped and counted; only
-``\\n`` and ``\\r\\n`` end a line, so a prompt keeps its other Unicode separators; nothing but blank lines is dropped.
+``\n`` and ``\r\n`` end a line, so a prompt keeps its other Unicode separators; nothing but blank lines is dropped.
 """
 
 from __future__ import annotations

@@ -72,9 +72,7 @@ class ODE:
 DYNAMICS: dict[str, type[Dynamics]] = {"flow_sde": FlowSDE, "ode": ODE}
 
 
-def gaussian_log_prob(
-    x_next: Tensor, mean: Tensor, transition_std: Tensor, reduction: Literal["mean", "sum"] = "mean"
-) -> Tensor:
+def gaussian_log_prob(x_next: Tensor, mean: Tensor, transition_std: Tensor, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
     """Log-density of one step, per latent element (``mean``) or of the whole latent (``sum``). Returns [B], in nats.
 
     x_next, mean: [B, *latent]. transition_std: [B] > 0. The mean form is flow_grpo's, and the one its clip range is tuned

@@ -46,15 +46,10 @@ def normal(shape: Sequence[int], seed: int, purpose: Purpose, *ids: int) -> Tens
 def initial_latents(samples: Sequence[SampleId], shape: Sequence[int], *, seed: int, same_in_group: bool) -> Tensor:
     """First noise x at sigma = 1 of each sample. Returns [B, *shape] float32; equal rows in a group if ``same_in_group``."""
     return torch.stack(
-        [
-            normal(shape, seed, Purpose.INITIAL_LATENTS, s.step, s.prompt, 0 if same_in_group else s.sample)
-            for s in samples
-        ]
+        [normal(shape, seed, Purpose.INITIAL_LATENTS, s.step, s.prompt, 0 if same_in_group else s.sample) for s in samples]
     )
 
 
 def sde_noise(samples: Sequence[SampleId], shape: Sequence[int], denoising_step: int, *, seed: int) -> Tensor:
     """Noise z of one SDE step of each sample. Returns [B, *shape] float32."""
-    return torch.stack(
-        [normal(shape, seed, Purpose.SDE_NOISE, s.step, s.prompt, s.sample, denoising_step) for s in samples]
-    )
+    return torch.stack([normal(shape, seed, Purpose.SDE_NOISE, s.step, s.prompt, s.sample, denoising_step) for s in samples])

@@ -25,7 +25,8 @@ def warnings_of(metrics: Mapping[str, float], *, clip_range: float | None) -> li
         found.append(
             (
                 "clip_fraction",
-                f"{metrics['clip_fraction']:.0%} of the pairs are clipped: most of the gradient is gone. Lower the learning rate.",
+                f"{metrics['clip_fraction']:.0%} of the pairs are clipped: most of the gradient is gone. "
+                "Lower the learning rate.",
             )
         )
     if metrics.get("zero_std_ratio", 0.0) >= 0.9:

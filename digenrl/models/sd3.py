@@ -25,8 +25,7 @@ class SD3Adapter:
     """One loaded Stable Diffusion 3."""
 
     default_lora_targets: tuple[str, ...] = tuple(
-        f"attn.{name}"
-        for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+        f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     )
 
     def __init__(self, pipeline: Any, settings: SD3Settings, *, device: torch.device, dtype: torch.dtype, cfg: bool) -> None:

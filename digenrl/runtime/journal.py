@@ -42,7 +42,9 @@ class Journal:
         for timing in (self._step_timing, self.timing):
             timing[kind] = timing.get(kind, 0.0) + seconds
 
-    def scored(self, micro_batch: MicroBatchId, samples: Sequence[SampleId], prompts: Sequence[Prompt], batch: ScoredBatch) -> None:
+    def scored(
+        self, micro_batch: MicroBatchId, samples: Sequence[SampleId], prompts: Sequence[Prompt], batch: ScoredBatch
+    ) -> None:
         """Save pictures of a micro-batch where they are due: the first samples of the first prompts of the step."""
         log, step = self._recipe.log, micro_batch.step
         last = step == self._recipe.train.steps - 1

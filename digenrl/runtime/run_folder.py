@@ -1,7 +1,7 @@
 """The folder of one run: what lies where, and that no other run is ever overwritten.
 
-    recipe.yaml  metrics.jsonl  trace.jsonl  summary.json  reward.png  samples/index.jsonl  samples/<when>/*.png
-    final/{parameters,optimizer,ema}.safetensors
+Files: recipe.yaml, metrics.jsonl, trace.jsonl, summary.json, reward.png, samples/index.jsonl, samples/<when>/*.png and
+final/{parameters,optimizer,ema}.safetensors.
 """
 
 from __future__ import annotations

@@ -179,7 +179,9 @@ class Scheduler:
         queue = self._state.scoring_queue
         if not queue:
             return None
-        return Score(worker=name, micro_batch=queue[0], reason=f"oldest of {len(queue)} waiting; scoring goes before new generation")
+        return Score(
+            worker=name, micro_batch=queue[0], reason=f"oldest of {len(queue)} waiting; scoring goes before new generation"
+        )
 
     def _accumulate(self, name: WorkerId) -> WorkerCommand | None:
         micro_batch = self._state.updatable()

@@ -145,9 +145,7 @@ class ScheduleState:
 
     def updatable(self) -> MicroBatchId | None:
         """The micro-batch to accumulate next, or None while the order or ``update_after`` forbids all of them."""
-        if self.settings.update_after == "step" and not self.all_at(
-            Stage.UPDATE_QUEUE, Stage.UPDATING, Stage.ACCUMULATED
-        ):
+        if self.settings.update_after == "step" and not self.all_at(Stage.UPDATE_QUEUE, Stage.UPDATING, Stage.ACCUMULATED):
             return None
         if self.settings.update_order == "arrival":
             return self.update_queue[0] if self.update_queue else None

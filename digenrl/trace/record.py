@@ -52,9 +52,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def _write(self, line: dict[str, object]) -> None:
@@ -84,7 +82,7 @@ def _entries(lines: list[str], path: Path) -> Iterator[Entry]:
         plain = _parse(line, path, number)
         try:
             event = codec.event_from_json(plain.get("event"))
-            commands = tuple(codec.command_from_json(item) for item in plain.get("commands", ()))
+            commands = tuple(codec.command_from_json(item) for item in _list(plain.get("commands")))
         except ConfigError as error:
             raise ConfigError(f"{path}:{number}: {error.what}", fix="The file is damaged; use an intact trace.") from error
         yield Entry(event, commands)
@@ -102,3 +100,9 @@ def _parse(line: str, path: Path, number: int) -> dict[str, object]:
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}:{number}: this line is not an object.", fix="Give the trace.jsonl of a run folder.")
     return plain
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ConfigError("`commands` is not a list.")
+    return value

@@ -29,7 +29,9 @@ def save_weights(folder: Path, weights: Mapping[str, Mapping[str, Tensor]]) -> d
     """Write one safetensors file per part of ``FILES`` and return the digests by part."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in FILES:
-        save_file({name: t.detach().cpu().contiguous().clone() for name, t in weights[part].items()}, folder / f"{part}.safetensors")
+        save_file(
+            {name: t.detach().cpu().contiguous().clone() for name, t in weights[part].items()}, folder / f"{part}.safetensors"
+        )
     return {part: digest(weights[part]) for part in FILES}
 
 

@@ -76,9 +76,7 @@ class Trainer:
         self._nonfinite_pairs = 0
         self._metrics: list[tuple[Tensor, dict[str, Tensor]]] = []
 
-    def accumulate(
-        self, trajectory: Trajectory, conditioning: Conditioning, advantages: Sequence[GroupAdvantages]
-    ) -> None:
+    def accumulate(self, trajectory: Trajectory, conditioning: Conditioning, advantages: Sequence[GroupAdvantages]) -> None:
         """Add the gradient of one micro-batch.
 
         trajectory: whole groups, contiguous, in order of prompt. conditioning: one row per group. advantages: one per group.
@@ -157,7 +155,7 @@ class Trainer:
             pairs = pairs.without(bad)
             out = self._loss(pairs, text)
         real = pairs.weights > 0
-        torch.where(real, out.loss, 0.0).sum().backward()
+        torch.where(real, out.loss, 0.0).sum().backward()  # type: ignore[no-untyped-call]
         self._metrics.append((real, out.metrics))
 
     def _loss(self, pairs: _Pairs, text: Conditioning) -> LossOutputs:
@@ -183,9 +181,7 @@ class Trainer:
     def _step(self, pairs: _Pairs, text: Conditioning) -> StepDistribution:
         velocity = self.policy.adapter.predict(pairs.latents, pairs.timesteps, text, self._guidance)
         sigma_1 = self._schedule.sigmas[1].to(velocity.device)
-        return self._algorithm.dynamics.step(
-            pairs.latents, velocity, pairs.sigma, pairs.sigma_next, sigma_1, pairs.noise_levels
-        )
+        return self._algorithm.dynamics.step(pairs.latents, velocity, pairs.sigma, pairs.sigma_next, sigma_1, pairs.noise_levels)
 
     def _divide_and_clip(self, pairs: int) -> Tensor:
         parameters = list(self.policy.parameters.values())

@@ -80,9 +80,7 @@ class Evaluator:
         plan = StepPlan(
             noise_levels=torch.zeros(len(initial), schedule.num_steps), trained=torch.empty(len(initial), 0, dtype=torch.int64)
         )
-        result = denoise(
-            predict, initial.to(adapter.device), schedule, plan, ODE(), _no_noise, forward_batch_size=size
-        )
+        result = denoise(predict, initial.to(adapter.device), schedule, plan, ODE(), _no_noise, forward_batch_size=size)
         samples = [SampleId(self._policy.version, index, 0) for index in range(len(self.prompts))]
         scored = self._scorer.score(samples, self.prompts, result.final_latents)
         if not np.isfinite(scored.rewards.totals).any():
@@ -98,5 +96,5 @@ class Evaluator:
         )
 
 
-def _no_noise(step: int, rows: Tensor) -> Tensor:
+def _no_noise(_step: int, _rows: Tensor) -> Tensor:
     raise AssertionError("the ODE asks for no noise")

@@ -39,9 +39,7 @@ def test_the_value_is_minus_the_size_of_the_file_in_kilobytes() -> None:
 def test_higher_quality_means_a_larger_file() -> None:
     sizes = [jpeg_kilobytes(NOISE, quality) for quality in (1, 50, 75, 95, 100)]
     assert sizes == sorted(set(sizes))
-    by_setting = [
-        JpegReward(JpegSettings(quality=q)).score([sample(0, NOISE)])[SampleId(0, 0, 0)].value for q in (1, 95)
-    ]
+    by_setting = [JpegReward(JpegSettings(quality=q)).score([sample(0, NOISE)])[SampleId(0, 0, 0)].value for q in (1, 95)]
     assert by_setting == [-sizes[0], -sizes[3]]
 
 

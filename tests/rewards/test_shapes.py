@@ -136,9 +136,7 @@ def test_swapped_colours_are_noticed() -> None:
     assert verify(swapped, CIRCLE_AND_SQUARE).strict == 0.0
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "right"), [(8, 16, "left of"), (24, 16, "right of"), (16, 8, "above"), (16, 24, "below")]
-)
+@pytest.mark.parametrize(("x", "y", "right"), [(8, 16, "left of"), (24, 16, "right of"), (16, 8, "above"), (16, 24, "below")])
 def test_only_the_right_relation_passes(x: float, y: float, right: str) -> None:
     circle = replace(RED_CIRCLE, x=x, y=y, radius=4)
     square = replace(BLUE_SQUARE, x=32 - x, y=32 - y, radius=4)
@@ -179,9 +177,7 @@ def test_captions_are_plain_english() -> None:
     assert caption(Scene("single", (("circle", None),))) == "a circle"
     assert caption(Scene("counting", (orange,) * 4)) == "four orange triangles"
     assert caption(Scene("two_objects", (orange, ("circle", "red")))) == "an orange triangle and a red circle"
-    assert (
-        caption(Scene("position", (("circle", "red"), orange), "left of")) == "a red circle left of an orange triangle"
-    )
+    assert caption(Scene("position", (("circle", "red"), orange), "left of")) == "a red circle left of an orange triangle"
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,7 @@ class FlowGRPOSettings(BaseModel):
         le=1,
         description="Share f of the T denoising steps trained by `first` and `random`: K = int(T f), from 1 to T - 1.",
     )
-    sde_window_size: int = Field(
-        default=2, ge=1, description="Denoising steps in the window of `timestep_selection: window`."
-    )
+    sde_window_size: int = Field(default=2, ge=1, description="Denoising steps in the window of `timestep_selection: window`.")
     sde_window_range: tuple[int, int] | None = Field(
         default=None,
         description="The window lies in steps [lo, hi) of the schedule; all but the last step when not given.",

@@ -81,8 +81,7 @@ def _with_extra_object(scene: Scene, rng: np.random.Generator) -> Layout:
     objects = (*scene.objects, scene.objects[0])
     places = random_layout(Scene("counting", (("circle", "red"),) * len(objects)), rng)
     return tuple(
-        replace(place, shape=shape, color=color or place.color)
-        for place, (shape, color) in zip(places, objects, strict=True)
+        replace(place, shape=shape, color=color or place.color) for place, (shape, color) in zip(places, objects, strict=True)
     )
 
 

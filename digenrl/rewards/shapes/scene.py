@@ -62,9 +62,7 @@ class Scene:
         if not _objects_fit_category(self.category, self.objects):
             raise _bad_field("objects", self.objects, _OBJECTS_RULE)
         if (self.relation in RELATIONS) != (self.category == "position") or self.relation not in (None, *RELATIONS):
-            raise _bad_field(
-                "relation", self.relation, f"one of {', '.join(RELATIONS)} in a `position` scene, else null"
-            )
+            raise _bad_field("relation", self.relation, f"one of {', '.join(RELATIONS)} in a `position` scene, else null")
 
     def to_metadata(self) -> dict[str, object]:
         """The fields of a jsonl prompt line, without the prompt itself."""
@@ -194,9 +192,7 @@ def _noun(item: Object) -> str:
     return f"{color} {shape}" if color else shape
 
 
-_OBJECTS_RULE = (
-    "one object (single, color), 2 to 4 equal ones (counting), or two different ones (two_objects, position)"
-)
+_OBJECTS_RULE = "one object (single, color), 2 to 4 equal ones (counting), or two different ones (two_objects, position)"
 
 
 def _objects_fit_category(category: str, objects: tuple[Object, ...]) -> bool:

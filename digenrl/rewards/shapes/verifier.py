@@ -13,7 +13,7 @@ from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage  # type: ignore[import-untyped]
+from scipy import ndimage
 
 from digenrl.rewards.shapes.render import coverage, signed_distance
 from digenrl.rewards.shapes.scene import COLORS, SHAPES, Object, Scene, relation_holds
@@ -173,9 +173,7 @@ def _fragment(rows: NDArray[np.intp], columns: NDArray[np.intp]) -> DetectedObje
     )
 
 
-def _outline_iou(
-    relative_contrast: NDArray[np.float64], rows: NDArray[np.intp], columns: NDArray[np.intp]
-) -> tuple[float, ...]:
+def _outline_iou(relative_contrast: NDArray[np.float64], rows: NDArray[np.intp], columns: NDArray[np.intp]) -> tuple[float, ...]:
     """Soft IoU of one component with each shape of equal area and centroid; relative_contrast [H, W], 1 = covered.
 
     Sub-pixel: a hard fill ratio rejects a fifth of visually perfect anti-aliased shapes (measured).
