@@ -49,7 +49,7 @@ def drive(scheduler: Scheduler, executor: Executor, trace: TraceWriter, *, comma
         event = executor.next_event(command_timeout_s)
     running = [str(w.running) for w in scheduler.state.workers.values() if w.running]
     raise WorkerError(
-        f"Nothing happened for {command_timeout_s:.0f} s.",
+        f"Nothing happened for {command_timeout_s:g} s.",
         why=f"Waiting for: {'; '.join(running) or 'nothing'}.",
         fix="Look at the worker's log; a longer command needs a longer deadline.",
     )

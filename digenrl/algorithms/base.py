@@ -80,5 +80,9 @@ class Algorithm(Protocol):
         ...
 
     def loss(self, pairs: LossInputs) -> LossOutputs:
-        """The loss of each pair."""
+        """The loss of each pair, from that pair alone: the pairs that are given together are an accident of packing.
+
+        Where ``needs_reference`` is false, a pair of advantage 0 must add nothing to the gradient: it counts in Z, and its
+        forward pass is saved.
+        """
         ...

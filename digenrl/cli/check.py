@@ -5,39 +5,54 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from digenrl.config.arithmetic import padding_advice, step_arithmetic
 from digenrl.config.builtin import resolve
 from digenrl.config.checks import check_recipe
 from digenrl.config.loader import load_recipe
+from digenrl.config.model_folder import ModelFolder
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import load_prompts
 from digenrl.data.sampler import PromptSampler
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What a recipe comes to."""
+
+    folder: ModelFolder | None
+    """None where the model is fetched when the run starts, or is of a family of the user's own."""
+    prompts: int
+    """Prompts in the training file."""
+    warnings: tuple[str, ...]
+
+
 def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
     """Print the arithmetic of a step, or raise ConfigError."""
     recipe = load_recipe(path, overrides)
-    folder = check_recipe(recipe)
-    prompts, warnings = _prompts(recipe)
-    sums = step_arithmetic(recipe)
+    found = inspect(recipe)
+    sums, advice = step_arithmetic(recipe), padding_advice(recipe)
     if as_json:
-        print(json.dumps({**dataclasses.asdict(sums), "prompts_in_file": prompts, "warnings": warnings}, indent=2))
+        plain = dataclasses.asdict(sums) | {"prompts_in_file": found.prompts, "warnings": found.warnings, "advice": advice}
+        print(json.dumps(plain, indent=2))
         return
-    where = str(folder.path) if folder is not None else f"{recipe.model.path}, loaded when the run starts"
+    where = str(found.folder.path) if found.folder is not None else f"{recipe.model.path}, loaded when the run starts"
     what = "full fine-tuning" if recipe.model.lora is None else f"LoRA of rank {recipe.model.lora.rank}"
     print(f"model: {recipe.model.type} ({where}), {what}, {recipe.model.dtype}")
-    print(f"data: {prompts} prompts, {recipe.train.steps} steps")
+    print(f"data: {found.prompts} prompts, {recipe.train.steps} steps")
     for line in sums.lines():
         print(line)
-    for warning in warnings:
+    for warning in found.warnings:
         print(f"warning: {warning}")
-    if advice := padding_advice(recipe):
+    if advice:
         print(f"advice: {advice}")
     print("ok")
 
 
-def _prompts(recipe: Recipe) -> tuple[int, list[str]]:
+def inspect(recipe: Recipe) -> Inspection:
+    """Everything that a recipe names, looked at without loading weights. Raises ConfigError for what cannot work."""
+    folder = check_recipe(recipe)
     loaded = load_prompts(resolve(recipe.data.prompts, where="data.prompts"))
     sampler = PromptSampler(
         loaded.prompts,
@@ -53,4 +68,4 @@ def _prompts(recipe: Recipe) -> tuple[int, list[str]]:
         both = {prompt.text for prompt in held_out} & {prompt.text for prompt in loaded.prompts}
         if both:
             warnings.append(f"{len(both)} prompts of eval.prompts are also trained on, for example {min(both)!r}")
-    return len(loaded.prompts), warnings
+    return Inspection(folder=folder, prompts=len(loaded.prompts), warnings=tuple(warnings))

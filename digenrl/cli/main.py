@@ -5,6 +5,7 @@ Exit codes: 0; 2, yours to mend (a recipe, a file, a command line); 3, the run f
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from typing import Annotated
@@ -66,6 +67,9 @@ def digest(run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A fini
 
 def main() -> None:
     """Entry point: a user's own mistakes are shown without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A prompt in Chinese on a terminal of another encoding is shown escaped; it must not end the run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(standalone_mode=True)
     except DigenError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from digenrl.config.registry import KINDS, settings_class
 from digenrl.config.schema import ComponentSpec, Recipe
@@ -38,22 +37,23 @@ def _show_recipe(section: str | None) -> None:
     for name, info in sections.items():
         model = _model_of(info.annotation)
         if model is not None and issubclass(model, ComponentSpec):
-            print(f"{name}.type: a {name.rstrip('s')} by name; its own keys stand beside it (`digenrl show {name.rstrip('s')}`)")
+            kind = name.rstrip("s")
+            print(f"{name}.type (required): name of the {kind}; its own keys stand beside it (`digenrl show {kind}`)")
         if model is not None:
             _show_fields(model, f"{name}.")
 
 
 def _show_fields(model: type[BaseModel], prefix: str) -> None:
     for name, info in model.model_fields.items():
-        if name == "settings":
+        if name == "settings" or (name == "type" and info.description is None):
             continue
         nested = _model_of(info.annotation)
         if nested is not None:
-            print(f"{prefix}{name}: {info.description or ''}")
+            print(f"{prefix}{name}: {info.description or ''}".rstrip())
             _show_fields(nested, f"{prefix}{name}.")
-        elif info.description:
-            default = "required" if info.default is PydanticUndefined else f"default {_plain(info.default)}"
-            print(f"{prefix}{name} ({default}): {info.description}")
+        else:
+            default = "required" if info.is_required() else f"default {_plain(info.get_default(call_default_factory=True))}"
+            print(f"{prefix}{name} ({default}): {info.description or '(no description)'}")
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

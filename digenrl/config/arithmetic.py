@@ -46,15 +46,15 @@ def step_arithmetic(recipe: Recipe) -> StepArithmetic:
     rollout = recipe.rollout
     groups = rollout.prompts_per_step
     per_micro_batch = recipe.schedule.groups_per_micro_batch
-    micro_batches = math.ceil(groups / per_micro_batch)
-    sizes = [min(per_micro_batch, groups - i * per_micro_batch) * rollout.num_generations for i in range(micro_batches)]
-    rollout_batches = sum(math.ceil(size / rollout.forward_batch_size) for size in sizes)
+    micro_batches = -(-groups // per_micro_batch)
+    full, last = per_micro_batch * rollout.num_generations, _last_micro_batch(recipe)
+    rollout_batches = (micro_batches - 1) * -(-full // rollout.forward_batch_size) - (-last // rollout.forward_batch_size)
     samples = groups * rollout.num_generations
     trained = trained_steps(recipe)
     pairs_per_group = rollout.num_generations * trained
     asked = recipe.train.timestep_batch_size
-    timestep_batch = pairs_per_group if asked == "all" else max(1, min(asked, pairs_per_group))
-    batches_per_group = math.ceil(pairs_per_group / timestep_batch) if pairs_per_group else 0
+    timestep_batch = max(1, pairs_per_group if asked == "all" else min(asked, pairs_per_group))
+    batches_per_group = -(-pairs_per_group // timestep_batch)
     rows = groups * batches_per_group * timestep_batch
     return StepArithmetic(
         prompts=groups,
@@ -81,14 +81,19 @@ def trained_steps(recipe: Recipe) -> int:
 
 
 def padding_advice(recipe: Recipe) -> str | None:
-    """A forward batch size without padding near the one asked for, or None where there is nothing to gain."""
-    sums = step_arithmetic(recipe)
-    if sums.rollout_padding == 0:
+    """The forward batch size without padding nearest (as a ratio) to the one asked for, or None where there is no padding."""
+    if step_arithmetic(recipe).rollout_padding == 0:
         return None
-    per_micro_batch = recipe.schedule.groups_per_micro_batch * recipe.rollout.num_generations
-    divisors = [d for d in range(1, per_micro_batch + 1) if per_micro_batch % d == 0]
-    best = min(divisors, key=lambda d: (abs(d - recipe.rollout.forward_batch_size), -d))
-    return (
-        f"rollout.forward_batch_size={best} divides the {per_micro_batch} samples of a micro-batch: "
-        "no padding in full micro-batches"
-    )
+    asked = recipe.rollout.forward_batch_size
+    full = recipe.schedule.groups_per_micro_batch * recipe.rollout.num_generations
+    # The last micro-batch may be smaller, and is a whole number of groups too: what divides both divides all.
+    common = math.gcd(full, _last_micro_batch(recipe))
+    divisors = {size for d in range(1, math.isqrt(common) + 1) if common % d == 0 for size in (d, common // d)}
+    best = min(divisors, key=lambda size: (max(size / asked, asked / size), -size))
+    return f"rollout.forward_batch_size={best} divides the samples of every micro-batch: no padding"
+
+
+def _last_micro_batch(recipe: Recipe) -> int:
+    """Samples of the last micro-batch of a step."""
+    groups, per_micro_batch = recipe.rollout.prompts_per_step, recipe.schedule.groups_per_micro_batch
+    return (groups % per_micro_batch or per_micro_batch) * recipe.rollout.num_generations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+from digenrl.config.text import expand_home
 from digenrl.errors import ConfigError
 
 PREFIX = "builtin:"
@@ -14,7 +15,7 @@ _MODELS = {"shapes": "shapes/model"}
 def resolve(path: str, *, where: str) -> Path:
     """The file or folder that a recipe names: shipped for ``builtin:NAME``, else relative to the working directory."""
     if not path.startswith(PREFIX):
-        return Path(path).expanduser()
+        return expand_home(path, where=where)
     name = path.removeprefix(PREFIX)
     resolved = Path(str(files("digenrl.assets"))) / _MODELS.get(name, name)
     if not resolved.exists():

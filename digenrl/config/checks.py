@@ -5,6 +5,8 @@ They run in ``digenrl check`` and again before every run starts; none of them lo
 
 from __future__ import annotations
 
+import os
+
 from digenrl.config.builtin import PREFIX, resolve
 from digenrl.config.model_folder import ModelFolder, inspect_model_folder
 from digenrl.config.schema import Recipe
@@ -55,18 +57,19 @@ def _check_model(recipe: Recipe) -> ModelFolder | None:
     if recipe.model.type not in _PIPELINES:
         return None
     path = resolve(recipe.model.path, where="model.path")
-    if not path.exists() and _looks_like_hub_id(recipe.model.path):
+    if not os.path.exists(path) and _looks_like_hub_id(recipe.model.path):
         return None
     pipeline, required = _PIPELINES[recipe.model.type]
     folder = inspect_model_folder(path, pipeline=pipeline, required=required)
     for side in ("height", "width"):
         pixels = getattr(recipe.rollout, side)
         if pixels % folder.pixel_multiple:
-            low = max(1, pixels // folder.pixel_multiple) * folder.pixel_multiple
+            low = pixels // folder.pixel_multiple * folder.pixel_multiple
+            sizes = f"{low} or {low + folder.pixel_multiple}" if low else str(folder.pixel_multiple)
             raise ConfigError(
                 f"rollout.{side} ({pixels}) is not a multiple of {folder.pixel_multiple}.",
                 why=f"The VAE shrinks by {folder.vae_scale_factor} and the transformer cuts patches of {folder.patch_size}.",
-                fix=f"Use rollout.{side}={low} or {low + folder.pixel_multiple}.",
+                fix=f"Use rollout.{side}={sizes}.",
             )
     return folder
 

@@ -6,6 +6,7 @@ So that a missing component or an image size that the model cannot draw is found
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def inspect_model_folder(path: Path, *, pipeline: str, required: tuple[str, ...]
 
     Raises ConfigError when the folder is missing, belongs to another pipeline, or lacks one of ``required``.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir, False for every path that cannot exist, too
         raise ConfigError(
             f"model.path: there is no folder {str(path)!r}.",
             why="A path of this form is taken as a local folder; a hub id looks like owner/name.",
@@ -53,7 +54,7 @@ def inspect_model_folder(path: Path, *, pipeline: str, required: tuple[str, ...]
             f"model.path: {str(path)!r} holds a {found}, and model.type needs a {pipeline}.",
             fix="Choose the model.type of that family, or another folder.",
         )
-    named = {k: v for k, v in index.items() if isinstance(v, list) and not k.startswith("_")}
+    named = {k: v for k, v in index.items() if isinstance(v, list) and v and not k.startswith("_")}
     present = tuple(k for k, v in named.items() if v[0] is not None)
     absent = tuple(k for k, v in named.items() if v[0] is None)
     for component in (*required, *present):
@@ -63,15 +64,20 @@ def inspect_model_folder(path: Path, *, pipeline: str, required: tuple[str, ...]
                 why=f"The pipeline needs {', '.join(required)}, and model_index.json must match the folders beside it.",
                 fix=f"Copy the folder {component}/ of the original model there, or download the model again.",
             )
-    vae = _read_json(path / "vae" / "config.json")
-    transformer = _read_json(path / "transformer" / "config.json")
+    vae, transformer = path / "vae" / "config.json", path / "transformer" / "config.json"
+    levels = _read_json(vae).get("block_out_channels", [0] * 4)
+    patch_size = _read_json(transformer).get("patch_size", 1)
+    if not isinstance(levels, list) or not levels:
+        raise _damaged(vae, f"block_out_channels is {levels!r}, not a list of channels")
+    if not isinstance(patch_size, int) or patch_size < 1:
+        raise _damaged(transformer, f"patch_size is {patch_size!r}, not a positive number")
     return ModelFolder(
         path=path,
         pipeline=pipeline,
         components=present,
         absent=absent,
-        vae_scale_factor=2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1),
-        patch_size=int(transformer.get("patch_size", 1)),
+        vae_scale_factor=2 ** (len(levels) - 1),
+        patch_size=patch_size,
     )
 
 
@@ -84,8 +90,12 @@ def _read_json(path: Path) -> dict[str, Any]:
             why="A model folder in diffusers' format has one.",
             fix="Check model.path, or download the model again.",
         ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {str(path)!r} cannot be read: {error}.", fix="Download the model again.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"model.path: {str(path)!r} is not a JSON object.", fix="Download the model again.")
+        raise _damaged(path, "it is not a JSON object")
     return content
+
+
+def _damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"model.path: {str(path)!r} cannot be used: {what}.", fix="Download the model again.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def settings_class(kind: str, name: str, *, where: str) -> type[BaseModel]:
     if registered is not None:
         settings: type[BaseModel] = _import(registered.settings, where=where)
         return settings
-    own = getattr(_import(name, where=where), "Settings", None)
+    own = getattr(_import_own(name, where=where), "Settings", None)
     if not (isinstance(own, type) and issubclass(own, BaseModel)):
         raise ConfigError(
             f"{where}: {name} has no settings class.",
@@ -74,7 +75,7 @@ def settings_class(kind: str, name: str, *, where: str) -> type[BaseModel]:
 def component_class(kind: str, name: str, *, where: str) -> Any:
     """The class that implements a component. Imports it, hence torch for most built-ins."""
     registered = _registered(kind, name, where=where)
-    return _import(registered.component if registered is not None else name, where=where)
+    return _import_own(name, where=where) if registered is None else _import(registered.component, where=where)
 
 
 def _registered(kind: str, name: str, *, where: str) -> Registered | None:
@@ -92,18 +93,30 @@ def _registered(kind: str, name: str, *, where: str) -> Registered | None:
     )
 
 
+def _import_own(path: str, *, where: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        # A user's reward file beside the recipe: the console script does not put the working directory on the path.
+        # Last, so that no file there (a random.py, a wandb/ folder) can stand in for an installed package.
+        sys.path.append(here)
+    return _import(path, where=where)
+
+
 def _import(path: str, *, where: str) -> Any:
     module_name, _, attribute = path.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        # A user's reward file beside the recipe: the console script does not put the working directory on the path.
-        sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ConfigError(
             f"{where}: cannot import {path!r}: {error}.",
             why="The component's module, or something that it imports, is missing.",
             fix=f"Run from the folder that holds {module_name.split('.')[0]!r}, or install the package.",
+        ) from error
+    except Exception as error:  # the module is the user's: whatever it raises is theirs to mend, in the line named here
+        raise ConfigError(
+            f"{where}: importing {path!r} fails: {type(error).__name__}: {error} ({_line_of(error)}).",
+            why="The module of a component is imported before anything starts.",
+            fix=f"Mend it until `python -c 'import {module_name}'` works.",
         ) from error
     if not hasattr(module, attribute):
         raise ConfigError(
@@ -111,3 +124,10 @@ def _import(path: str, *, where: str) -> Any:
             fix=f"Name one of its classes: {', '.join(n for n in vars(module) if n[0].isupper()) or 'it has none'}.",
         )
     return getattr(module, attribute)
+
+
+def _line_of(error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}:{last.lineno}"

@@ -11,9 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validat
 
 
 class Section(BaseModel):
-    """One section of a recipe."""
+    """One section of a recipe. Infinity and NaN are refused wherever a number is asked for."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+_MOST = 1_000_000
+"""Upper bound of the counts that sizes are made of, so that a slipped digit is an error and not a hung machine."""
 
 
 class RunSection(Section):
@@ -24,7 +28,9 @@ class RunSection(Section):
         default=None, description="Run folder; must not hold another run. Default: runs/<name>-<date>-<time>."
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random in the run.")
-    device: str = Field(default="auto", description="auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto (a GPU if there is one), cpu, cuda or cuda:N."
+    )
     threads_per_worker: int = Field(
         default=1, ge=1, description="CPU threads of each process; part of what makes numbers repeatable."
     )
@@ -33,7 +39,7 @@ class RunSection(Section):
 class LoraSection(Section):
     """Low-rank adapters instead of full fine-tuning."""
 
-    rank: int = Field(default=32, ge=1, description="Rank r of the adapters.")
+    rank: int = Field(default=32, ge=1, le=_MOST, description="Rank r of the adapters.")
     alpha: float = Field(default=64.0, gt=0, description="Scale of the adapters; their effect is alpha / r.")
     target_modules: tuple[str, ...] | None = Field(
         default=None, description="Ends of the module names that get an adapter; the family's attention projections if not given."
@@ -67,11 +73,11 @@ class DataSection(Section):
 class RolloutSection(Section):
     """How samples are generated for training."""
 
-    prompts_per_step: int = Field(ge=1, description="Prompts P of one step (one group each).")
-    num_generations: int = Field(ge=1, description="Samples G of each prompt (group size).")
-    num_inference_steps: int = Field(ge=1, description="Denoising steps T.")
-    height: int = Field(ge=8, description="Image height in pixels.")
-    width: int = Field(ge=8, description="Image width in pixels.")
+    prompts_per_step: int = Field(ge=1, le=_MOST, description="Prompts P of one step (one group each).")
+    num_generations: int = Field(ge=1, le=_MOST, description="Samples G of each prompt (group size).")
+    num_inference_steps: int = Field(ge=1, le=_MOST, description="Denoising steps T.")
+    height: int = Field(ge=8, le=_MOST, description="Image height in pixels.")
+    width: int = Field(ge=8, le=_MOST, description="Image width in pixels.")
     noise_level: float = Field(default=0.7, ge=0, description="Strength a of the SDE noise; 0 is the ODE.")
     true_cfg_scale: float = Field(
         default=1.0,
@@ -85,6 +91,7 @@ class RolloutSection(Section):
     forward_batch_size: int = Field(
         default=8,
         ge=1,
+        le=_MOST,
         description="Samples in one forward pass, everywhere; short batches are padded to it, so that "
         "numbers do not depend on the placement.",
     )
@@ -116,7 +123,7 @@ class EmaSection(Section):
 class TrainSection(Section):
     """The optimizer and how gradients are made."""
 
-    steps: int = Field(ge=0, description="RL steps of the run.")
+    steps: int = Field(ge=0, le=_MOST, description="RL steps of the run.")
     learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate of AdamW.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape after the warm-up.")
     lr_warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise to the peak.")
@@ -126,7 +133,7 @@ class TrainSection(Section):
     adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(default=1e-4, ge=0, description="AdamW weight decay.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Clip of the gradient's norm; null never clips.")
-    timestep_batch_size: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
+    timestep_batch_size: Annotated[int, Field(ge=1, le=_MOST)] | Literal["all"] = Field(
         default="all",
         description="(sample, denoising step) pairs in one forward and backward pass (TSP); at most one "
         "prompt group, which is what `all` means.",
@@ -143,7 +150,7 @@ class EvalSection(Section):
 
     prompts: str = Field(description="Prompt file that is not trained on, or builtin:shapes/heldout.jsonl.")
     freq: int = Field(default=0, ge=0, description="Steps between evaluations; 0: before the first and after the last step only.")
-    num_inference_steps: int = Field(default=20, ge=1, description="Denoising steps of evaluation.")
+    num_inference_steps: int = Field(default=20, ge=1, le=_MOST, description="Denoising steps of evaluation.")
     true_cfg_scale: float = Field(default=1.0, ge=1, description="Classifier-free guidance of evaluation; 1 is none.")
     guidance_scale: float | None = Field(default=None, description="Embedded guidance of evaluation.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the evaluation noise, independent of run.seed.")
@@ -152,7 +159,7 @@ class EvalSection(Section):
 class ScheduleSection(Section):
     """How work is cut into micro-batches and in which order it is done."""
 
-    groups_per_micro_batch: int = Field(default=1, ge=1, description="Whole prompt groups in one micro-batch (GAP).")
+    groups_per_micro_batch: int = Field(default=1, ge=1, le=_MOST, description="Whole prompt groups in one micro-batch (GAP).")
     update_order: Literal["arrival", "index"] = Field(
         default="arrival", description="Accumulate micro-batches as they are scored, or strictly by index."
     )
@@ -176,7 +183,7 @@ class Recipe(Section):
     data: DataSection
     rollout: RolloutSection
     algorithm: ComponentSpec
-    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    rewards: tuple[RewardSpec, ...]
     train: TrainSection
     eval: EvalSection | None = None
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
@@ -185,6 +192,8 @@ class Recipe(Section):
     @field_validator("rewards")
     @classmethod
     def _name_rewards(cls, rewards: tuple[RewardSpec, ...]) -> tuple[RewardSpec, ...]:
+        if not rewards:
+            raise ValueError("a run needs at least one reward")
         named = tuple(r if r.name else r.model_copy(update={"name": r.type.rpartition(":")[2]}) for r in rewards)
         if len({r.name for r in named}) != len(named):
             raise ValueError("two rewards have the same name; give them different `name`s, which the logs use")

@@ -38,7 +38,8 @@ class PromptFile:
 
 def load_prompts(path: Path) -> PromptFile:
     """Read a txt or jsonl prompt file. Raises ConfigError naming file and line, or the empty file."""
-    if path.suffix not in {".txt", ".jsonl"}:
+    kind = path.suffix.lower()
+    if kind not in {".txt", ".jsonl"}:
         raise ConfigError(
             f"{str(path)!r} is not a prompt file.",
             why="Known are .txt (one prompt a line) and .jsonl (one object with a `prompt` a line).",
@@ -53,23 +54,34 @@ def load_prompts(path: Path) -> PromptFile:
             blank += number < len(lines) or bool(line)
             continue
         where = f"{path}:{number}"
-        prompt = Prompt(text=line) if path.suffix == ".txt" else _from_json(line, where)
-        if "\x00" in prompt.text:
-            raise ConfigError(
-                f"{where}: the prompt holds a NUL character.",
-                why="Tokenizers disagree about it, and it is nearly always a damaged file.",
-                fix="Delete the character.",
-            )
+        prompt = Prompt(text=line) if kind == ".txt" else _from_json(line, where)
+        for text in (prompt.text, prompt.negative):
+            _check_characters(text, where)
         prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{str(path)!r} holds no prompts.", fix="Write one prompt a line.")
     return PromptFile(path=path, prompts=tuple(prompts), blank_lines=blank)
 
 
+def _check_characters(text: str, where: str) -> None:
+    if "\x00" in text:
+        raise ConfigError(
+            f"{where}: the prompt holds a NUL character.",
+            why="Tokenizers disagree about it, and it is nearly always a damaged file.",
+            fix="Delete the character.",
+        )
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(
+            f"{where}: the prompt holds half of a surrogate pair, which is no character.",
+            why="JSON can spell it (\\ud83d alone), but it can be neither tokenized nor written to a file.",
+            fix="Write the character itself, or both halves.",
+        )
+
+
 def _from_json(line: str, where: str) -> Prompt:
     try:
         item = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: this line is not JSON: {error}.", fix="Write one JSON object a line.") from error
     if not isinstance(item, dict) or not isinstance(item.get("prompt"), str):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Keyed randomness: every random number is a function of (run seed, purpose, ids), drawn on the CPU.
 
 Invariants: who draws a number, when, and beside which others changes nothing; no global random state is read or
-changed; two different keys never share a stream.
+changed; keys that differ in anything give unrelated streams (see ``key``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ class Purpose(StrEnum):
 
 
 def key(seed: int, purpose: Purpose, *ids: int) -> int:
-    """A 63-bit seed from a run seed, a purpose and any number of ids (BLAKE2b, so near keys give unrelated streams)."""
+    """A 63-bit seed from a run seed, a purpose and any number of ids (BLAKE2b, so near keys give unrelated streams).
+
+    torch's CPU generator keeps 32 bits of it: among n streams two are the same with probability n^2 / 2^33, which is one
+    pair in 50 RL steps of 1152 samples x 10 denoising steps, and once in 15 million groups of 24 first noises.
+    """
     text = "/".join((str(seed), purpose.value, *map(str, ids)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

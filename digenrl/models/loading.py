@@ -1,35 +1,63 @@
-"""Loading a diffusers pipeline from a folder or the hub, quietly and with errors that say what to do."""
+"""Loading a diffusers pipeline from a folder or the hub, quietly and with errors that say what to do.
+
+Invariants: only safetensors are read, for a pickled weight file can run code; no weight is ever made up where a file lacks
+it (diffusers and transformers only log that); no global random state is changed.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from digenrl.config.builtin import resolve
 from digenrl.errors import ConfigError
 
+_SMALLEST_VOCABULARY = 16
 
-def load_pipeline(pipeline_class: Any, path: str, *, absent: tuple[str, ...]) -> Any:
-    """Load a pipeline in float32. ``absent``: components that the folder leaves out, which diffusers wants named."""
+
+def quiet_libraries() -> None:
+    """No progress bars and no notes of diffusers and transformers: our own checks say what matters."""
     import diffusers
     import transformers
 
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
+
+
+def load_pipeline(pipeline_class: Any, path: str, *, absent: tuple[str, ...]) -> Any:
+    """Load a pipeline in float32. ``absent``: components that the folder leaves out, which diffusers wants named.
+
+    Raises ConfigError when a component cannot be read or lacks weights.
+    """
+    quiet_libraries()
     folder = resolve(path, where="model.path")
+    source = str(folder) if folder.exists() else path
     try:
-        # Only safetensors: a pickled weight file could run code.
-        return pipeline_class.from_pretrained(
-            str(folder) if folder.exists() else path, use_safetensors=True, **dict.fromkeys(absent)
-        )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        with torch.random.fork_rng(devices=[]):
+            encoders = _text_encoders(pipeline_class.load_config(source), source)
+            pipeline = pipeline_class.from_pretrained(source, use_safetensors=True, **encoders, **dict.fromkeys(absent))
+    except ConfigError:
+        raise
+    except Exception as error:  # safetensors, tokenizers and the hub's client each raise classes of their own
         raise ConfigError(
-            f"model.path: {path!r} could not be loaded as a {pipeline_class.__name__}: {str(error).splitlines()[0]}",
+            f"model.path: {path!r} could not be loaded as a {pipeline_class.__name__}: {_first_line(error)}",
             why="A folder must hold all of the pipeline's components as safetensors; a hub id needs network access.",
-            fix="Check the folder, or download the model first: huggingface-cli download OWNER/NAME --local-dir FOLDER.",
+            fix="Check the folder, or download the model first: hf download OWNER/NAME --local-dir FOLDER.",
         ) from error
+    for name, component in pipeline.components.items():
+        if isinstance(component, nn.Module):
+            _refuse_missing(name, [key for key, tensor in component.state_dict().items() if tensor.is_meta])
+        elif name.startswith("tokenizer") and component is not None and len(component) < _SMALLEST_VOCABULARY:
+            raise ConfigError(
+                f"model.path: {name} knows {len(component)} tokens; its vocabulary file is missing.",
+                why="transformers then makes an empty vocabulary, and every prompt looks the same to the model.",
+                fix=f"Copy the folder {name}/ of the original model there.",
+            )
+    return pipeline
 
 
 def own_memory(module: nn.Module) -> None:
@@ -40,3 +68,36 @@ def own_memory(module: nn.Module) -> None:
     """
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone()
+
+
+def _text_encoders(config: dict[str, Any], source: str) -> dict[str, nn.Module]:
+    """The transformers models of a pipeline. Loaded here because only so transformers tells which weights it made up."""
+    import transformers
+
+    encoders: dict[str, nn.Module] = {}
+    for name, value in config.items():
+        if not (isinstance(value, list | tuple) and len(value) == 2 and value[0] == "transformers"):
+            continue
+        model_class: Any = getattr(transformers, value[1], None)
+        is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+        if is_model:
+            # A folder is named in full, so that an error names the component; on the hub it is a part of the repository.
+            place, part = (str(Path(source) / name), "") if Path(source).exists() else (source, name)
+            encoders[name], info = model_class.from_pretrained(
+                place, subfolder=part, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            )
+            _refuse_missing(name, sorted(info["missing_keys"]))
+    return encoders
+
+
+def _refuse_missing(component: str, missing: list[str]) -> None:
+    if missing:
+        raise ConfigError(
+            f"model.path: {component} lacks {len(missing)} of its weights, for example {missing[0]}.",
+            why="They would be random, and the model would not be the one that was meant.",
+            fix=f"Copy the folder {component}/ of the original model there, or merge adapters into the weights before saving.",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -31,8 +31,9 @@ def add_lora(transformer: nn.Module, lora: LoraSection, default_targets: tuple[s
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets), init_lora_weights=True)
     network: Any = transformer
     with torch.random.fork_rng(devices=[]):
-        # peft draws the initial A matrices from the global generator: keyed here, and put back afterwards.
-        torch.manual_seed(key(seed, Purpose.LORA_INIT))
+        # peft draws the initial A matrices from the CPU's global generator: keyed here, and put back afterwards.
+        # Not torch.manual_seed, which would seed the GPUs' generators too and leave them so.
+        torch.default_generator.manual_seed(key(seed, Purpose.LORA_INIT))
         network.add_adapter(config)
     for parameter in transformer.parameters():
         if parameter.requires_grad:

@@ -18,7 +18,7 @@ from digenrl.config.settings.models import SD3Settings
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.errors import ConfigError
 from digenrl.models.base import Conditioning, Guidance
-from digenrl.models.loading import load_pipeline, own_memory
+from digenrl.models.loading import load_pipeline, own_memory, quiet_libraries
 
 
 class SD3Adapter:
@@ -31,8 +31,8 @@ class SD3Adapter:
     def __init__(self, pipeline: Any, settings: SD3Settings, *, device: torch.device, dtype: torch.dtype, cfg: bool) -> None:
         self.transformer: nn.Module = pipeline.transformer
         self.device = device
-        self.truncated_prompts = 0
-        """Prompts so far that no text encoder saw to their end."""
+        self.truncated_prompts: set[str] = set()
+        """Prompts so far that no text encoder saw to their end; each once, however often it is encoded or pads a batch."""
         self._pipeline = pipeline
         self._settings = settings
         self._dtype = dtype
@@ -41,6 +41,7 @@ class SD3Adapter:
     @classmethod
     def load(cls, recipe: Recipe, device: torch.device) -> SD3Adapter:
         """See ModelAdapter.load."""
+        quiet_libraries()
         from diffusers import StableDiffusion3Pipeline
 
         settings = recipe.model.settings
@@ -48,11 +49,13 @@ class SD3Adapter:
         folder = check_recipe(recipe)
         absent = folder.absent if folder is not None else ()
         pipeline = load_pipeline(StableDiffusion3Pipeline, recipe.model.path, absent=absent)
+        _check_text_components(pipeline)
         if pipeline.text_encoder_3 is not None and settings.max_sequence_length == 0:
             raise ConfigError(
                 "model.max_sequence_length: 0 leaves no tokens for the third text encoder, which this model has.",
                 fix="Use model.max_sequence_length=256.",
             )
+        _check_size(pipeline, recipe)
         dtype = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
         # Weights that are trained stay float32 and are cast in the forward pass; frozen ones are stored in the compute type.
         pipeline.transformer.to(device, dtype if recipe.model.lora is not None else torch.float32)
@@ -71,7 +74,7 @@ class SD3Adapter:
     @torch.no_grad()
     def encode_prompts(self, prompts: Sequence[str], negative_prompts: Sequence[str]) -> Conditioning:
         """prompt_embeds [P, L, D] and pooled_prompt_embeds [P, D'], and their negative twins where CFG is used."""
-        self.truncated_prompts += self._count_truncated(prompts)
+        self.truncated_prompts |= self._truncated(prompts)
         embeds, negative, pooled, negative_pooled = self._pipeline.encode_prompt(
             prompt=list(prompts),
             prompt_2=None,
@@ -95,7 +98,9 @@ class SD3Adapter:
         """The folder's FlowMatchEuler schedule, with ``model.flow_shift`` where the recipe gives one."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        changes = {} if self._settings.flow_shift is None else {"shift": self._settings.flow_shift}
+        shift = self._settings.flow_shift
+        # A fixed shift replaces one that grows with the image, under which diffusers would ignore it.
+        changes = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._pipeline.scheduler.config, **changes)
         arguments = {}
         if scheduler.config.use_dynamic_shifting:
@@ -143,10 +148,41 @@ class SD3Adapter:
         decoded: Tensor = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
         return (decoded * 0.5 + 0.5).clamp(0, 1)
 
-    def _count_truncated(self, prompts: Sequence[str]) -> int:
+    def _truncated(self, prompts: Sequence[str]) -> set[str]:
+        """The prompts that are longer than every text encoder reads."""
         pipeline = self._pipeline
+        readers = [(tokenizer, pipeline.tokenizer_max_length) for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2)]
         if pipeline.text_encoder_3 is not None:
-            tokenizer, limit = pipeline.tokenizer_3, self._settings.max_sequence_length
-        else:
-            tokenizer, limit = pipeline.tokenizer, pipeline.tokenizer_max_length
-        return sum(len(ids) > limit for ids in tokenizer(list(prompts), truncation=False, verbose=False).input_ids)
+            readers.append((pipeline.tokenizer_3, self._settings.max_sequence_length))
+        cut = set(prompts)
+        for tokenizer, limit in readers:
+            texts = sorted(cut)
+            ids = tokenizer(texts, truncation=False, verbose=False).input_ids if texts else []
+            cut = {text for text, tokens in zip(texts, ids, strict=True) if len(tokens) > limit}
+        return cut
+
+
+def _check_size(pipeline: Any, recipe: Recipe) -> None:
+    config = pipeline.transformer.config
+    limit = config.pos_embed_max_size * config.patch_size * pipeline.vae_scale_factor
+    for side, pixels in (("height", recipe.rollout.height), ("width", recipe.rollout.width)):
+        if pixels > limit:
+            raise ConfigError(
+                f"rollout.{side} ({pixels}) is more than the {limit} pixels that this model can draw.",
+                why=f"It knows {config.pos_embed_max_size} positions per side.",
+                fix=f"Use rollout.{side}={limit} or less.",
+            )
+
+
+def _check_text_components(pipeline: Any) -> None:
+    """The third text encoder may be left out; the CLIP two may not, for diffusers has no way to do without them."""
+    wanted = ["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"]
+    if pipeline.text_encoder_3 is not None:
+        wanted.append("tokenizer_3")
+    for name in wanted:
+        if pipeline.components[name] is None:
+            raise ConfigError(
+                f"model.path: the model has no {name}.",
+                why="Stable Diffusion 3 reads its prompts with two CLIP encoders; only the third encoder (T5) may be left out.",
+                fix=f"Copy the folder {name}/ of the original model there, and name it in model_index.json.",
+            )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
 from digenrl.config.registry import component_class
 from digenrl.config.schema import RewardSpec
@@ -37,17 +38,19 @@ class WeightedRewards:
         """Build every reward and run its self-test. Raises ConfigError naming the reward that fails."""
         built = []
         for index, spec in enumerate(specs):
-            reward = component_class("reward", spec.type, where=f"rewards.{index}.type")(spec.settings)
+            reward = _build(spec, component_class("reward", spec.type, where=f"rewards.{index}.type"))
             _self_test(spec.name, reward)
             built.append((spec, reward))
         return cls(built)
 
     def score(self, samples: Sequence[RewardSample]) -> Rewards:
         """Score the samples. Raises RunFailed when a reward raises, or answers for other samples than it was given."""
+        # A tuple: a reward that sorts its samples in place must not change whose score is whose.
+        samples = tuple(samples)
         totals = np.zeros(len(samples))
         parts: dict[str, NDArray[np.float64]] = {}
         for spec, reward in self._rewards:
-            scores = [_as_score(spec.name, answer) for answer in _ask(spec.name, reward, samples)]
+            scores = [_as_score(spec.name, answer) for answer in (_ask(spec.name, reward, samples) if samples else ())]
             values = np.array([score.value for score in scores], dtype=np.float64)
             parts[spec.name] = values
             for part in {name: None for score in scores for name in score.parts}:
@@ -56,6 +59,19 @@ class WeightedRewards:
                 totals += spec.weight * values
         totals[~np.isfinite(totals)] = np.nan
         return Rewards(totals=totals, parts=parts)
+
+
+def _build(spec: RewardSpec, reward_class: Callable[[BaseModel], Reward]) -> Reward:
+    try:
+        return reward_class(spec.settings)
+    except DigenError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"The reward {spec.name!r} could not be made: {type(error).__name__}: {error}",
+            why="It is built once, before anything is generated.",
+            fix="Check its settings and the packages that it needs; `__init__` takes its settings and nothing else.",
+        ) from error
 
 
 def _ask(name: str, reward: Reward, samples: Sequence[RewardSample]) -> list[Score | float]:
@@ -92,25 +108,40 @@ def _as_score(name: str, answer: object) -> Score:
         raise RunFailed(
             f"The reward {name!r} answered {answer!r}, which is not a number.",
             why="Only a number can be trained on; NaN is allowed and marks the sample invalid.",
-            fix="Return floats, or Score(value, parts).",
+            fix="Return floats, or Score(value=..., parts=...).",
         )
+    for part, value in score.parts.items():
+        if not (_is_number(value) or isinstance(value, bool | np.bool_)):
+            raise RunFailed(
+                f"The reward {name!r} answered {value!r} for its part {part!r}, which is not a number.",
+                why="Parts are averaged for the logs.",
+                fix="Return floats in Score.parts; True and False count as 1 and 0.",
+            )
     return score
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real | np.number) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _self_test(name: str, reward: Reward) -> None:
     test = getattr(reward, "self_test", None)
-    samples = test() if test is not None else None
-    if samples is None:
-        return
-    good, bad = samples
-    scores = [[float(_as_score(name, a).value) for a in _ask(name, reward, side)] for side in (good, bad)]
-    if not min(scores[0]) > max(scores[1]):
+    try:
+        samples = test() if test is not None else None
+        if samples is None:
+            return
+        good, bad = ([float(_as_score(name, a).value) for a in _ask(name, reward, tuple(side))] for side in samples)
+    except Exception as error:
+        detail = error.what if isinstance(error, DigenError) else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"The reward {name!r} fails its self-test: a good sample scores {min(scores[0])}, a bad one {max(scores[1])}.",
+            f"The reward {name!r} fails its self-test: {detail}",
+            why="It would fail in the run too, after the first samples are generated.",
+            fix="Check its settings and the packages that it needs; self_test returns (good samples, bad samples).",
+        ) from error
+    # Every pair, rather than min and max: NaN compares false with everything and must fail.
+    if not (good and bad) or any(not better > worse for better in good for worse in bad):
+        raise ConfigError(
+            f"The reward {name!r} fails its self-test: good samples score {good}, bad ones {bad}.",
             why="A reward that cannot tell them apart would train on noise.",
             fix="Check its settings and the packages that it needs.",
         )

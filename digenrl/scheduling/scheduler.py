@@ -68,6 +68,8 @@ class Scheduler:
             if state.started:
                 raise ProtocolError("The run has started twice.", fix="Send RunStarted once, as the first event.")
             return
+        if not isinstance(event, Finished) or not isinstance(event.command, WorkerCommand):
+            raise ProtocolError(f"{event} is not an event.", fix="This is a bug in the executor; please report it.")
         if not state.started:
             raise ProtocolError(f"{event} arrived before the run has started.", fix="Send RunStarted first.")
         worker = state.workers.get(event.command.worker)
@@ -147,7 +149,9 @@ class Scheduler:
 
     def _sync(self, name: WorkerId) -> WorkerCommand | None:
         state = self._state
-        if not state.work_left or state.workers[name].policy_version == state.policy_version:
+        # After the last step generators need no weights any more; one that is also the trainer still evaluates them.
+        needed = state.work_left or (name == self.settings.trainer and state.evaluations)
+        if not needed or state.workers[name].policy_version == state.policy_version:
             return None
         return SyncWeights(
             worker=name,

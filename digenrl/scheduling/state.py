@@ -58,6 +58,18 @@ class SchedulerSettings:
     evaluate_at: tuple[int, ...] = ()
     """Policy versions to evaluate, ascending."""
 
+    def __post_init__(self) -> None:
+        """Refuse with a ValueError what no schedule can carry out: it would wait for ever, or finish with work undone."""
+        if self.steps < 0 or self.micro_batches < 1 or self.max_skipped_steps < 1:
+            raise ValueError(
+                f"steps ({self.steps}), micro_batches ({self.micro_batches}) and max_skipped_steps ({self.max_skipped_steps}) "
+                "must be at least 0, 1 and 1"
+            )
+        if not self.generators or len(set(self.generators)) < len(self.generators):
+            raise ValueError(f"generators {self.generators} must be distinct, and at least one")
+        if list(self.evaluate_at) != sorted(set(self.evaluate_at)) or not set(self.evaluate_at) <= set(range(self.steps + 1)):
+            raise ValueError(f"evaluate_at {self.evaluate_at} must be ascending versions from 0 to {self.steps}")
+
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         """All workers, generators first: the order in which they are given work."""

@@ -1,13 +1,16 @@
 """Events and commands as JSON objects and back; the file format of a trace.
 
 Line 1: {"format": "digenrl-trace", "version": 1, "settings": {...}}; then a line per event: {"event": ..., "commands": [...]}.
+What is read is checked against the dataclass, field by field, so that a damaged trace is an error here and not later.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
+from enum import StrEnum
 from typing import Any
 
 from digenrl.errors import ConfigError
@@ -17,8 +20,6 @@ from digenrl.scheduling.events import Event
 
 FORMAT = "digenrl-trace"
 VERSION = 1
-_EVENTS: dict[str, type] = {cls.__name__: cls for cls in typing.get_args(events.Event)}
-_COMMANDS: dict[str, type] = {cls.__name__: cls for cls in typing.get_args(commands.Command)}
 
 
 def to_json(item: Event | Command) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def to_json(item: Event | Command) -> dict[str, Any]:
     plain: dict[str, Any] = {"type": type(item).__name__}
     for field in dataclasses.fields(item):
         value = getattr(item, field.name)
-        if type(value).__name__ in _COMMANDS:
+        if isinstance(value, commands.WorkerCommand):
             value = to_json(value)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
@@ -36,23 +37,22 @@ def to_json(item: Event | Command) -> dict[str, Any]:
 
 def event_from_json(plain: Any) -> Event:
     """The inverse of ``to_json`` for events. Raises ConfigError on anything else."""
-    event: Event = _build(_EVENTS, plain)
+    event: Event = _one_of(typing.get_args(events.Event), plain)
     return event
 
 
 def command_from_json(plain: Any) -> Command:
     """The inverse of ``to_json`` for commands. Raises ConfigError on anything else."""
-    command: Command = _build(_COMMANDS, plain)
+    command: Command = _one_of(typing.get_args(commands.Command), plain)
     return command
 
 
 def from_plain(cls: type, plain: Any) -> Any:
-    """Build a frozen dataclass of this package from a JSON object, with lists turned back into tuples."""
+    """Build a frozen dataclass of this package from a JSON object. Raises ConfigError where a field does not fit."""
     if not isinstance(plain, dict):
         raise ConfigError(f"{plain!r} is not a {cls.__name__}.")
-    hints = typing.get_type_hints(cls)
-    names = {field.name for field in dataclasses.fields(cls)}
-    if unknown := set(plain) - names:
+    hints = _hints(cls)
+    if unknown := set(plain) - set(hints):
         raise ConfigError(f"{cls.__name__} has no {', '.join(sorted(unknown))}.")
     try:
         return cls(**{name: _value(hints[name], value) for name, value in plain.items()})
@@ -60,21 +60,37 @@ def from_plain(cls: type, plain: Any) -> Any:
         raise ConfigError(f"{plain!r} is not a {cls.__name__}: {error}.") from error
 
 
-def _build(known: dict[str, type], plain: Any) -> Any:
-    if not isinstance(plain, dict) or plain.get("type") not in known:
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _one_of(classes: tuple[type, ...], plain: Any) -> Any:
+    known = {cls.__name__: cls for cls in classes}
+    name = plain.get("type") if isinstance(plain, dict) else None
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{plain!r} is none of {', '.join(known)}.")
-    return from_plain(known[plain["type"]], {key: value for key, value in plain.items() if key != "type"})
+    return from_plain(known[name], {key: value for key, value in plain.items() if key != "type"})
 
 
 def _value(hint: Any, value: Any) -> Any:
-    if value is None:
-        return None
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if isinstance(value, dict) and "type" in value:
-        return command_from_json(value)
-    for member in members:
-        if dataclasses.is_dataclass(member) and isinstance(member, type):
-            return from_plain(member, value)
-        if isinstance(member, type) and issubclass(member, events.StepOutcome):
-            return events.StepOutcome(value)
-    return tuple(value) if isinstance(value, list) else value
+    """``value`` as the type hint asks for it, or ValueError. Knows the hints that events, commands and settings have."""
+    members = typing.get_args(hint)
+    if isinstance(hint, typing.NewType):
+        return _value(hint.__supertype__, value)
+    if isinstance(hint, types.UnionType):
+        if value is None and type(None) in members:
+            return None
+        present = tuple(member for member in members if member is not type(None))
+        return _one_of(present, value) if dataclasses.is_dataclass(present[0]) else _value(present[0], value)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_value(members[0], item) for item in value)
+    if typing.get_origin(hint) is typing.Literal and value in members:
+        return value
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return from_plain(hint, value)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return hint(value)
+    if type(value) is not hint:  # not isinstance: a bool is an int
+        raise ValueError(f"{value!r} is not {getattr(hint, '__name__', hint)}")
+    return value

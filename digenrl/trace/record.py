@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -62,10 +63,11 @@ class TraceWriter:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace. Raises ConfigError naming file and line where it is truncated, foreign or newer than this version."""
-    lines = [line for line in read_text(path).split("\n") if line]
+    lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), start=1) if line]
     if not lines:
-        raise ConfigError(f"{str(path)!r} is empty, not a trace.", fix="Give the trace.jsonl of a run folder.")
-    head = _parse(lines[0], path, 1)
+        raise ConfigError(f"{path}:1: an empty file is not a trace.", fix="Give the trace.jsonl of a run folder.")
+    head_number, head_line = lines[0]
+    head = _parse(head_line, path, head_number)
     if head.get("format") != codec.FORMAT:
         raise ConfigError(f"{path}:1: this is not a DigenRL trace.", fix="Give the trace.jsonl of a run folder.")
     if head.get("version") != codec.VERSION:
@@ -73,25 +75,32 @@ def read_trace(path: Path) -> Trace:
             f"{path}:1: trace version {head.get('version')}, and this DigenRL reads version {codec.VERSION}.",
             fix="Read it with the DigenRL that wrote it.",
         )
-    settings: SchedulerSettings = codec.from_plain(SchedulerSettings, head.get("settings"))
+    with _named(path, head_number):
+        settings: SchedulerSettings = codec.from_plain(SchedulerSettings, head.get("settings"))
     return Trace(settings, tuple(_entries(lines[1:], path)))
 
 
-def _entries(lines: list[str], path: Path) -> Iterator[Entry]:
-    for number, line in enumerate(lines, start=2):
+def _entries(lines: Sequence[tuple[int, str]], path: Path) -> Iterator[Entry]:
+    for number, line in lines:
         plain = _parse(line, path, number)
-        try:
+        with _named(path, number):
             event = codec.event_from_json(plain.get("event"))
             commands = tuple(codec.command_from_json(item) for item in _list(plain.get("commands")))
-        except ConfigError as error:
-            raise ConfigError(f"{path}:{number}: {error.what}", fix="The file is damaged; use an intact trace.") from error
         yield Entry(event, commands)
+
+
+@contextmanager
+def _named(path: Path, number: int) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}:{number}: {error.what}", fix="The file is damaged; use an intact trace.") from error
 
 
 def _parse(line: str, path: Path, number: int) -> dict[str, object]:
     try:
         plain = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}:{number}: this line is not JSON: {error}.",
             why="A run that was killed can leave a half line at the end.",

@@ -8,11 +8,14 @@ from digenrl.trace.record import Trace
 
 
 def replay(trace: Trace) -> int:
-    """Number of commands that were replayed. Raises ProtocolError at the first event whose commands differ."""
+    """Number of commands that were replayed. Raises ProtocolError at the first event that cannot be, or leads elsewhere."""
     scheduler = Scheduler(trace.settings)
     count = 0
     for number, entry in enumerate(trace.entries):
-        commands = tuple(scheduler.handle(entry.event))
+        try:
+            commands = tuple(scheduler.handle(entry.event))
+        except ProtocolError as error:
+            raise ProtocolError(f"Event {number}: {error.what}", why=error.why, fix=error.fix) from error
         if commands != entry.commands:
             raise ProtocolError(
                 f"Event {number} ({entry.event}) replays to other commands.",

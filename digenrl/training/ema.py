@@ -39,8 +39,8 @@ class Ema:
     def swapped(self) -> Iterator[None]:
         """The averaged weights in place of the trained ones."""
         kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        _load(self._parameters, self.average)
         try:
+            _load(self._parameters, self.average)
             yield
         finally:
             _load(self._parameters, kept)

@@ -1,7 +1,8 @@
 """The trainer: sums gradients over pairs, divides by Z once, clips, steps.
 
-Invariants: weights change in ``optimizer_step`` and nowhere else; a non-finite reward, latent, log-probability or loss is
-masked before backward, and a non-finite gradient voids the whole step: weights, optimizer and average stay as they were.
+Invariants: weights change in ``optimizer_step`` and nowhere else; an algorithm sees real, finite pairs only; a pair with a
+non-finite latent, log-probability, advantage or loss is masked before backward and still counts in Z; a non-finite gradient,
+or a step without a single finite pair, voids the whole step: weights, optimizer and average stay as they were.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.base import Algorithm, GroupAdvantages, LossInputs, LossOutputs
+from digenrl.algorithms.base import Algorithm, GroupAdvantages, LossInputs
 from digenrl.config.schema import Recipe
 from digenrl.diffusion.dynamics import StepDistribution, gaussian_log_prob
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.diffusion.trajectory import Trajectory
+from digenrl.errors import ProtocolError, RunFailed
 from digenrl.models.base import Conditioning, Guidance
 from digenrl.scheduling.events import StepOutcome
 from digenrl.training.ema import Ema
@@ -46,18 +48,22 @@ class _Pairs:
     noise_levels: Tensor
     old_log_prob: Tensor
     advantages: Tensor
-    weights: Tensor
+    real: Tensor
+    """[n] int64, the rows that are not padding, ascending."""
 
-    def without(self, rows: Tensor) -> _Pairs:
-        """The same pairs, with these rows [N] bool turned into harmless padding."""
-        latent_rows = rows.view(-1, *(1 for _ in self.latents.shape[1:]))
+    def without(self, bad: Tensor) -> _Pairs:
+        """The same pairs, with those of ``real`` that are ``bad`` [n] bool turned into harmless padding.
+
+        All padding is cleared, because it repeats a real pair: 0 times a NaN activation would still poison the gradient.
+        """
+        kept = self.real[~bad]
+        padding = torch.ones(len(self.latents), dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
+        latent_padding = padding.view(-1, *(1 for _ in self.latents.shape[1:]))
         return replace(
             self,
-            latents=self.latents.masked_fill(latent_rows, 0.0),
-            next_latents=self.next_latents.masked_fill(latent_rows, 0.0),
-            old_log_prob=self.old_log_prob.masked_fill(rows, 0.0),
-            advantages=self.advantages.masked_fill(rows, 0.0),
-            weights=self.weights.masked_fill(rows, 0.0),
+            latents=self.latents.masked_fill(latent_padding, 0.0),
+            next_latents=self.next_latents.masked_fill(latent_padding, 0.0),
+            real=kept,
         )
 
 
@@ -74,7 +80,7 @@ class Trainer:
         self._guidance = Guidance(recipe.rollout.true_cfg_scale, recipe.rollout.guidance_scale)
         self._pairs = 0
         self._nonfinite_pairs = 0
-        self._metrics: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._metrics: list[dict[str, Tensor]] = []
 
     def accumulate(self, trajectory: Trajectory, conditioning: Conditioning, advantages: Sequence[GroupAdvantages]) -> None:
         """Add the gradient of one micro-batch.
@@ -82,7 +88,7 @@ class Trainer:
         trajectory: whole groups, contiguous, in order of prompt. conditioning: one row per group. advantages: one per group.
         """
         self._schedule.check_same(trajectory.sigmas)
-        group_size = len(trajectory.samples) // len(advantages)
+        group_size = _check_groups(trajectory, len(conditioning), advantages)
         trained_steps = trajectory.denoising_steps.shape[1]
         batch_size = pairs_per_batch(self._recipe.train.timestep_batch_size, group_size, trained_steps)
         for group, its in enumerate(advantages):
@@ -105,7 +111,9 @@ class Trainer:
         if pairs:
             norm = self._divide_and_clip(pairs)
             metrics |= {"grad_norm": float(norm), "learning_rate": rate}
-            outcome = StepOutcome.APPLIED if bool(torch.isfinite(norm)) else StepOutcome.VOIDED
+            nothing_finite = self._nonfinite_pairs > 0 and not self._metrics
+            finite = bool(torch.isfinite(norm)) and not nothing_finite
+            outcome = StepOutcome.APPLIED if finite else StepOutcome.VOIDED
         if outcome is StepOutcome.APPLIED:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -143,39 +151,46 @@ class Trainer:
             noise_levels=trajectory.noise_levels[batch.rows, batch.slots].to(device),
             old_log_prob=trajectory.log_probs[rows, slots].to(device),
             advantages=advantages[batch.rows].to(device),
-            weights=batch.weights.to(device),
+            real=batch.weights.nonzero().flatten().to(device),
         )
 
     def _backward(self, pairs: _Pairs, text: Conditioning) -> None:
-        out = self._loss(pairs, text)
-        bad = ~torch.isfinite(out.loss.detach()) & (pairs.weights > 0)
-        if bool(bad.any()):
-            # Masking the loss alone is not enough: 0 times a NaN activation would still poison the weights' gradient.
+        """Add the gradient of the finite pairs; every round masks at least one more, so this ends."""
+        while len(pairs.real):
+            inputs = self._inputs(pairs, text)
+            bad = _nonfinite(inputs)
+            if not bool(bad.any()):
+                out = self._algorithm.loss(inputs)
+                if out.loss.shape != inputs.log_prob.shape:
+                    raise RunFailed(
+                        f"The algorithm's loss has shape {tuple(out.loss.shape)} for {len(inputs.log_prob)} pairs.",
+                        why="The sum over pairs is divided by Z later; a loss that is averaged already would be divided twice.",
+                        fix="Return one loss per pair, [N].",
+                    )
+                bad = ~torch.isfinite(out.loss.detach())
+                if not bool(bad.any()):
+                    out.loss.sum().backward()  # type: ignore[no-untyped-call]
+                    self._metrics.append(out.metrics)
+                    return
             self._nonfinite_pairs += int(bad.sum())
             pairs = pairs.without(bad)
-            out = self._loss(pairs, text)
-        real = pairs.weights > 0
-        torch.where(real, out.loss, 0.0).sum().backward()  # type: ignore[no-untyped-call]
-        self._metrics.append((real, out.metrics))
 
-    def _loss(self, pairs: _Pairs, text: Conditioning) -> LossOutputs:
-        step = self._step(pairs, text)
+    def _inputs(self, pairs: _Pairs, text: Conditioning) -> LossInputs:
+        """What the algorithm needs of the pairs that are not padding; the forward pass has the padding's rows too."""
+        step, real = self._step(pairs, text), pairs.real
         reference_mean = None
         if self._algorithm.needs_reference:
             with torch.no_grad(), self.policy.reference():
-                reference_mean = self._step(pairs, text).mean
-        return self._algorithm.loss(
-            LossInputs(
-                log_prob=gaussian_log_prob(
-                    pairs.next_latents, step.mean, step.transition_std, self._algorithm.log_prob_reduction
-                ),
-                old_log_prob=pairs.old_log_prob,
-                advantages=pairs.advantages,
-                mean=step.mean,
-                transition_std=step.transition_std,
-                dt=pairs.sigma_next - pairs.sigma,
-                reference_mean=reference_mean,
-            )
+                reference_mean = self._step(pairs, text).mean[real]
+        mean, std = step.mean[real], step.transition_std[real]
+        return LossInputs(
+            log_prob=gaussian_log_prob(pairs.next_latents[real], mean, std, self._algorithm.log_prob_reduction),
+            old_log_prob=pairs.old_log_prob[real],
+            advantages=pairs.advantages[real],
+            mean=mean,
+            transition_std=std,
+            dt=(pairs.sigma_next - pairs.sigma)[real],
+            reference_mean=reference_mean,
         )
 
     def _step(self, pairs: _Pairs, text: Conditioning) -> StepDistribution:
@@ -195,12 +210,32 @@ class Trainer:
     def _mean_metrics(self) -> dict[str, float]:
         if not self._metrics:
             return {}
-        real = torch.cat([real for real, _ in self._metrics])
         means: dict[str, float] = {}
-        for name in self._metrics[0][1]:
-            values = torch.cat([metrics[name] for _, metrics in self._metrics])[real]
+        for name in self._metrics[0]:
+            values = torch.cat([metrics[name] for metrics in self._metrics])
             if name == "ratio":
                 means |= {"ratio_mean": float(values.mean()), "ratio_std": float(values.std(correction=0))}
             else:
                 means[name] = float(values.mean())
         return means
+
+
+def _check_groups(trajectory: Trajectory, texts: int, advantages: Sequence[GroupAdvantages]) -> int:
+    """Size of the groups. Raises ProtocolError unless the micro-batch is whole groups in a row, with text and advantages."""
+    size = len(advantages[0].values)
+    prompts = [(sample.step, sample.prompt) for sample in trajectory.samples]
+    expected = [prompts[start] for start in range(0, len(prompts), size) for _ in range(size)]
+    if prompts != expected or texts != len(advantages) or len(prompts) != size * len(advantages):
+        raise ProtocolError(
+            f"A micro-batch of {len(prompts)} samples came with {len(advantages)} groups of advantages of {size} and "
+            f"{texts} encoded prompts.",
+            why="Samples must be whole prompt groups, one after the other: else one prompt's text trains another's pictures.",
+            fix="This is a bug; please report it with the run's trace.jsonl.",
+        )
+    return size
+
+
+def _nonfinite(pairs: LossInputs) -> Tensor:
+    """[N] bool: pairs that must not reach the algorithm. Latents and means show in the log-probability."""
+    values = torch.stack([pairs.log_prob.detach(), pairs.old_log_prob, pairs.advantages])
+    return ~torch.isfinite(values).all(0)

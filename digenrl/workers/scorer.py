@@ -1,7 +1,7 @@
 """The scorer: latents to images to rewards.
 
-Invariants: every image carries its sample's id into the rewards; a non-finite image never reaches a reward, and its
-sample is invalid; the pixels that are scored are the pixels that are saved.
+Invariants: every image carries its sample's id into the rewards; an image of non-finite latents or pixels never reaches a
+reward, and its sample is invalid; the pixels that are scored are the pixels that are saved, so nobody may write to them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScoredBatch:
     """Images and rewards of B samples."""
 
     images: NDArray[np.uint8]
-    """[B, H, W, 3]; black where the decoder's result was not finite."""
+    """[B, H, W, 3], read-only; black where latents or the decoder's result were not finite."""
     rewards: Rewards
 
 
@@ -62,9 +62,12 @@ class Scorer:
         for batch in row_batches(len(latents), size):
             parts.append(self._adapter.decode(latents[batch.rows.to(latents.device)])[: batch.count].cpu())
         decoded = torch.cat(parts)
-        finite = torch.isfinite(decoded).flatten(1).all(1)
-        pixels = (decoded.nan_to_num(0.0) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
-        return pixels.contiguous().numpy(), finite.numpy()
+        # Latents too: a decoder that clamps turns infinity into white, which a reward may like.
+        finite = torch.isfinite(decoded).flatten(1).all(1) & torch.isfinite(latents).flatten(1).all(1).cpu()
+        decoded = torch.where(finite.view(-1, 1, 1, 1), decoded, 0.0)
+        images = (decoded * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
+        images.setflags(write=False)
+        return images, finite.numpy()
 
 
 def _spread(values: NDArray[np.float64], finite: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class FlowGRPOSettings(BaseModel):
     """Flow-GRPO (arXiv 2505.05470), and Flow-GRPO-Fast when ``timestep_selection`` is ``window``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     dynamics: Literal["flow_sde", "ode"] = Field(
         default="flow_sde", description="One denoising step as a distribution; `ode` has no randomness to train on."
@@ -75,7 +75,7 @@ class FlowGRPOSettings(BaseModel):
         """Denoising steps trained per sample: K = int(T f) of the first T - 1, at least 1, or the window's length."""
         if self.timestep_selection == "window":
             return self.sde_window_size
-        # The epsilon keeps 10 * 0.3 = 3.0000000000000004 and its kind from losing a step to rounding.
+        # The epsilon keeps 50 * 0.58 = 28.999999999999996 and its kind from losing a step to rounding.
         asked = int(num_inference_steps * self.timestep_fraction + 1e-9)
         return max(1, min(asked, num_inference_steps - 1))
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class SD3Settings(BaseModel):
     """Stable Diffusion 3 and 3.5."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_sequence_length: int = Field(
         default=256,

@@ -8,15 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class ShapesSettings(BaseModel):
     """How ``shapes`` mixes its two verdicts: value = (strict_weight * strict + soft_weight * soft) / their sum."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    strict_weight: float = Field(
-        default=0.5, ge=0, allow_inf_nan=False, description="Weight of the 0-or-1 verdict: is all of the caption right?"
-    )
+    strict_weight: float = Field(default=0.5, ge=0, description="Weight of the 0-or-1 verdict: is all of the caption right?")
     soft_weight: float = Field(
         default=0.5,
         ge=0,
-        allow_inf_nan=False,
         description="Weight of the share in [0, 1] of the caption that is right.",
     )
 
@@ -30,7 +27,7 @@ class ShapesSettings(BaseModel):
 class JpegSettings(BaseModel):
     """How ``jpeg`` compresses an image before it counts the kilobytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     quality: int = Field(
         default=75,
