@@ -50,14 +50,16 @@ def measure(threads: int, repeats: int) -> dict[str, Any]:
     from digenrl.config.loader import recipe_from_plain
     from digenrl.metrics.console import RunConsole
     from digenrl.metrics.log import MetricsLog
-    from digenrl.runtime.build import build_inline_run
+    from digenrl.runtime.build import build_workers, wire_inline_run
     from digenrl.runtime.run_folder import RunFolder
     from digenrl.trace.record import TraceWriter
 
     with tempfile.TemporaryDirectory() as parent:
         recipe = recipe_from_plain(recipe_of(threads, repeats, f"{parent}/run"))
-        folder = RunFolder.create(recipe)
-        run = build_inline_run(recipe, folder, MetricsLog(folder.metrics), RunConsole(0, _silent_console()))
+        workers, ledger = build_workers(recipe)
+        folder = RunFolder.create(RunFolder.choose_path(recipe), recipe)
+        console = RunConsole(0, _silent_console())
+        run = wire_inline_run(recipe, workers, ledger, folder, MetricsLog(folder.metrics), console)
         floor = Floor(run.trainer.policy.adapter)
         with TraceWriter(folder.trace, run.scheduler.settings) as trace:
             steps = _steps(run, trace)

@@ -69,9 +69,10 @@ def build_workers(recipe: Recipe) -> tuple[Workers, Ledger]:
     return workers, Ledger(sampler, algorithm, recipe)
 
 
-def build_inline_run(recipe: Recipe, folder: RunFolder, log: MetricsLog, console: RunConsole) -> BuiltRun:
-    """Wire an inline run."""
-    workers, ledger = build_workers(recipe)
+def wire_inline_run(
+    recipe: Recipe, workers: Workers, ledger: Ledger, folder: RunFolder, log: MetricsLog, console: RunConsole
+) -> BuiltRun:
+    """Connect built workers to a scheduler, an inline executor and a journal."""
     for number, warning in enumerate(ledger.warnings):
         console.warn(f"prompts-{number}", warning)
     journal = Journal(recipe, folder, log, console)

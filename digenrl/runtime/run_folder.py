@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from digenrl.config.schema import Recipe
+from digenrl.config.text import expand_home
 from digenrl.errors import ConfigError
 
 
@@ -34,16 +35,25 @@ class RunFolder:
         self._samples = path / "samples"
 
     @classmethod
-    def create(cls, recipe: Recipe) -> RunFolder:
-        """Make the run's folder and write its recipe. Raises ConfigError when it holds anything or cannot be made."""
+    def choose_path(cls, recipe: Recipe) -> Path:
+        """Where the run goes. Raises ConfigError when something is there already, before anything is loaded."""
         default = f"runs/{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path = Path(recipe.run.output_dir or default).expanduser()
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        path = expand_home(recipe.run.output_dir or default, where="run.output_dir")
+        try:
+            taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+        except OSError as error:
+            raise _unusable(path, error) from error
+        if taken:
             raise ConfigError(
                 f"run.output_dir: {str(path)!r} is not an empty folder.",
                 why="It may hold another run, and nothing is ever overwritten.",
                 fix="Choose another run.output_dir, or delete or move the old run yourself.",
             )
+        return path
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe) -> RunFolder:
+        """Make the run's folder and write its recipe. Raises ConfigError when it cannot be made."""
         folder = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -51,10 +61,7 @@ class RunFolder:
                 yaml.safe_dump(recipe.to_plain(), sort_keys=False, allow_unicode=True), encoding="utf-8"
             )
         except OSError as error:
-            raise ConfigError(
-                f"run.output_dir: cannot write into {str(path)!r}: {error.strerror or error}.",
-                fix="Choose a folder that you may write to.",
-            ) from error
+            raise _unusable(path, error) from error
         return folder
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
@@ -79,3 +86,10 @@ class RunFolder:
                 digest = hashlib.sha256(path.read_bytes()).hexdigest()
                 line = {"file": str(path.relative_to(self.path)), "sha256": digest, **row}
                 index.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.output_dir: cannot write into {str(path)!r}: {error.strerror or error}.",
+        fix="Choose a folder that you may write to.",
+    )

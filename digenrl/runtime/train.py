@@ -12,7 +12,7 @@ from digenrl.driver import drive
 from digenrl.metrics.console import RunConsole
 from digenrl.metrics.log import MetricsLog, read_metrics
 from digenrl.metrics.plots import plot_reward
-from digenrl.runtime.build import BuiltRun, build_inline_run
+from digenrl.runtime.build import BuiltRun, build_workers, wire_inline_run
 from digenrl.runtime.journal import Journal
 from digenrl.runtime.run_folder import RunFolder
 from digenrl.trace.record import TraceWriter
@@ -24,23 +24,25 @@ COMMAND_TIMEOUT_S = 3600.0
 def train(recipe: Recipe) -> dict[str, object]:
     """Train as the recipe says and return the summary that is also in the run folder.
 
-    Raises ConfigError before anything starts, RunFailed later; what was written until then stays.
+    Raises ConfigError before the run folder is made, RunFailed later: the metrics, pictures and weights until then are kept.
     """
     began = time.monotonic()
     check_recipe(recipe)
-    folder = RunFolder.create(recipe)
-    log = MetricsLog(folder.metrics)
+    path = RunFolder.choose_path(recipe)
     console = RunConsole(recipe.train.steps)
+    workers, ledger = build_workers(recipe)
+    folder = RunFolder.create(path, recipe)
+    console.say(f"run folder: {folder.path}")
+    log = MetricsLog(folder.metrics)
+    run = wire_inline_run(recipe, workers, ledger, folder, log, console)
+    console.say(f"training {run.trainer.policy.num_parameters:,} parameters on {run.trainer.policy.adapter.device}")
     try:
-        console.say(f"run folder: {folder.path}")
-        run = build_inline_run(recipe, folder, log, console)
-        console.say(f"training {run.trainer.policy.num_parameters:,} parameters on {run.trainer.policy.adapter.device}")
         with TraceWriter(folder.trace, run.scheduler.settings) as trace, console:
             drive(run.scheduler, run.executor, trace, command_timeout_s=COMMAND_TIMEOUT_S)
     finally:
         log.close()
-    digests = save_weights(folder.final, run.trainer.weights())
-    plot_reward(read_metrics(folder.metrics), folder.reward_plot, title=recipe.run.name)
+        digests = save_weights(folder.final, run.trainer.weights())
+        plot_reward(read_metrics(folder.metrics), folder.reward_plot, title=recipe.run.name)
     summary = _summary(run, time.monotonic() - began, digests)
     folder.write_summary(summary)
     return summary
@@ -68,8 +70,9 @@ def _evaluation_summary(journal: Journal) -> dict[str, object] | None:
         "reward_after": after.reward,
         "num_images": int(np.isfinite(after.rewards).sum()),
     }
-    for name in before.parts:
-        if "/" in name:
-            part = name.partition("/")[2]
-            summary |= {f"{part}_before": before.parts[name], f"{part}_after": after.parts.get(name)}
+    parts = [name for name in before.parts if "/" in name]
+    short = [name.partition("/")[2] for name in parts]
+    for name, part in zip(parts, short, strict=True):
+        key = part if short.count(part) == 1 else name.replace("/", "_")
+        summary |= {f"{key}_before": before.parts[name], f"{key}_after": after.parts.get(name)}
     return summary

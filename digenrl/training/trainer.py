@@ -157,23 +157,33 @@ class Trainer:
     def _backward(self, pairs: _Pairs, text: Conditioning) -> None:
         """Add the gradient of the finite pairs; every round masks at least one more, so this ends."""
         while len(pairs.real):
-            inputs = self._inputs(pairs, text)
-            bad = _nonfinite(inputs)
+            bad = self._try_backward(pairs, text)
             if not bool(bad.any()):
-                out = self._algorithm.loss(inputs)
-                if out.loss.shape != inputs.log_prob.shape:
-                    raise RunFailed(
-                        f"The algorithm's loss has shape {tuple(out.loss.shape)} for {len(inputs.log_prob)} pairs.",
-                        why="The sum over pairs is divided by Z later; a loss that is averaged already would be divided twice.",
-                        fix="Return one loss per pair, [N].",
-                    )
-                bad = ~torch.isfinite(out.loss.detach())
-                if not bool(bad.any()):
-                    out.loss.sum().backward()  # type: ignore[no-untyped-call]
-                    self._metrics.append(out.metrics)
-                    return
+                return
             self._nonfinite_pairs += int(bad.sum())
             pairs = pairs.without(bad)
+
+    def _try_backward(self, pairs: _Pairs, text: Conditioning) -> Tensor:
+        """Add the gradient of all pairs, or of none if one is not finite. Returns which are not: [n] bool, as ``real``.
+
+        A method of its own, so that a failed round's graph is gone before the next one is built.
+        """
+        inputs = self._inputs(pairs, text)
+        bad = _nonfinite(inputs)
+        if bool(bad.any()):
+            return bad
+        out = self._algorithm.loss(inputs)
+        if out.loss.shape != inputs.log_prob.shape:
+            raise RunFailed(
+                f"The algorithm's loss has shape {tuple(out.loss.shape)} for {len(inputs.log_prob)} pairs.",
+                why="The sum over pairs is divided by Z later; a loss that is averaged already would be divided twice.",
+                fix="Return one loss per pair, [N].",
+            )
+        bad = ~torch.isfinite(out.loss.detach())
+        if not bool(bad.any()):
+            out.loss.sum().backward()  # type: ignore[no-untyped-call]
+            self._metrics.append(out.metrics)
+        return bad
 
     def _inputs(self, pairs: _Pairs, text: Conditioning) -> LossInputs:
         """What the algorithm needs of the pairs that are not padding; the forward pass has the padding's rows too."""

@@ -7,15 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from pydantic import BaseModel, ConfigDict
 
 from digenrl.config.loader import load_recipe
+from digenrl.ids import SampleId
 from digenrl.metrics.log import read_metrics
+from digenrl.rewards.base import RewardSample
 from digenrl.runtime.train import train
 from digenrl.trace.record import read_trace
 from digenrl.trace.replay import replay
@@ -179,3 +183,49 @@ def test_the_quickstart_learns_what_the_readme_says(tmp_path: Path) -> None:
     assert result["num_images"] >= 400
     assert result["reward_after"] - result["reward_before"] >= 0.08
     assert result["strict_after"] - result["strict_before"] >= 0.12
+
+
+class Breaks:
+    """A reward that works for a while and then raises, as a broken service would."""
+
+    class Settings(BaseModel):
+        """No settings."""
+
+        model_config = ConfigDict(extra="forbid")
+
+    def __init__(self, settings: Settings) -> None:
+        self._calls = 0
+
+    def score(self, samples: Sequence[RewardSample]) -> dict[SampleId, float]:
+        self._calls += 1
+        if self._calls > 3:
+            raise OSError("the service is gone")
+        return {sample.id: float(sample.image.mean()) for sample in samples}
+
+
+def test_a_reward_that_raises_ends_the_run_with_exit_3_and_what_was_done_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "breaking.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    run_folder = tmp_path / "run"
+    done = digenrl(
+        "train",
+        str(QUICKSTART),
+        *SMALL,
+        "train.steps=5",
+        "eval=null",
+        "rewards=[{type: 'breaking:Breaks'}]",
+        f"run.output_dir={run_folder}",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 3
+    assert "the service is gone" in done.stderr
+    assert "never scored as 0" in done.stderr
+    assert len(read_metrics(run_folder / "metrics.jsonl")) == 1
+    assert json.loads(digenrl("digest", str(run_folder)).stdout)["parameters"]
+    assert not (run_folder / "summary.json").exists()
+
+
+def test_a_run_that_cannot_start_leaves_no_folder_behind(tmp_path: Path) -> None:
+    done = digenrl("train", str(QUICKSTART), "data.prompts=missing.txt", f"run.output_dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
