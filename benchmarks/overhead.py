@@ -88,17 +88,17 @@ def _steps(run: Any, trace: Any) -> Iterator[float]:
     from digenrl.scheduling.commands import OptimizerStep
     from digenrl.scheduling.events import RunStarted
 
-    event: Any = RunStarted(at_us=run.executor.now_us())
+    events: Any = (RunStarted(at_us=run.executor.now_us()),)
     began = time.perf_counter()
-    while event is not None:
-        commands = run.scheduler.handle(event)
-        trace.record(event, commands)
+    while events:
+        commands = run.scheduler.handle(*events)
+        trace.record(events, commands)
         for command in commands:
             run.executor.submit(command)
-        if isinstance(getattr(event, "command", None), OptimizerStep):
+        if isinstance(getattr(events[0], "command", None), OptimizerStep):
             yield time.perf_counter() - began
             began = time.perf_counter()
-        event = run.executor.next_event(60.0)
+        events = run.executor.next_events(60.0)
 
 
 class Floor:

@@ -5,13 +5,13 @@ The same loop drives every executor. Invariant: every wait has a deadline and na
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from digenrl.errors import RunFailed, WorkerError
-from digenrl.scheduling.commands import StopRun, WorkerCommand
+from digenrl.scheduling.commands import Command, StopRun, WorkerCommand
 from digenrl.scheduling.events import Event, RunStarted
 from digenrl.scheduling.scheduler import Scheduler
-from digenrl.trace.record import TraceWriter
 
 
 class Executor(Protocol):
@@ -25,29 +25,38 @@ class Executor(Protocol):
         """Start a command; returns at once."""
         ...
 
-    def next_event(self, timeout_s: float) -> Event | None:
-        """The next event, or None when nothing happened for ``timeout_s`` seconds."""
+    def next_events(self, timeout_s: float) -> Sequence[Event]:
+        """What happened at the next instant at which anything did; empty when nothing did for ``timeout_s`` seconds."""
         ...
 
 
-def drive(scheduler: Scheduler, executor: Executor, trace: TraceWriter, *, command_timeout_s: float) -> None:
+class Recorder(Protocol):
+    """Takes down what happened; trace.record.TraceWriter is one."""
+
+    def record(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """The events of one instant and the commands that the scheduler answered with."""
+        ...
+
+
+def drive(scheduler: Scheduler, executor: Executor, recorder: Recorder | None, *, command_timeout_s: float) -> None:
     """Run the schedule to its end. Raises RunFailed when it stops early, WorkerError when nothing happens in time."""
-    event: Event | None = RunStarted(at_us=executor.now_us())
-    while event is not None:
-        commands = scheduler.handle(event)
-        trace.record(event, commands)
+    events: Sequence[Event] = (RunStarted(at_us=executor.now_us()),)
+    while events:
+        commands = scheduler.handle(*events)
+        if recorder is not None:
+            recorder.record(events, commands)
         for command in commands:
             if isinstance(command, StopRun):
                 raise RunFailed(
                     f"The run was stopped: {command.reason}.",
                     why="Going on would train on nothing, or worse.",
-                    fix="Look at metrics.jsonl for the first bad step; a smaller learning rate or float32 often helps.",
+                    fix="Look at metrics.jsonl and trace.jsonl for the first thing that went wrong.",
                 )
             executor.submit(command)
         if scheduler.finished:
             return
-        event = executor.next_event(command_timeout_s)
-    running = [str(w.running) for w in scheduler.state.workers.values() if w.running]
+        events = executor.next_events(command_timeout_s)
+    running = [str(worker.running) for worker in scheduler.state.workers.values() if worker.running]
     raise WorkerError(
         f"Nothing happened for {command_timeout_s:g} s.",
         why=f"Waiting for: {'; '.join(running) or 'nothing'}.",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from digenrl.ids import WorkerId
 from digenrl.scheduling.commands import Generate, OptimizerStep, WorkerCommand
 from digenrl.scheduling.events import Event, Finished, StepOutcome
 from digenrl.scheduling.scheduler import Scheduler
-from digenrl.scheduling.state import SchedulerSettings
+from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.trace.record import TraceWriter, read_trace
 from digenrl.trace.replay import replay
 
@@ -39,13 +40,13 @@ class InstantExecutor:
         if not isinstance(command, self._sits_on):
             self._queue.append(command)
 
-    def next_event(self, timeout_s: float) -> Event | None:
+    def next_events(self, timeout_s: float) -> Sequence[Event]:
         self.waits.append(timeout_s)
         if not self._queue:
-            return None
+            return ()
         command = self._queue.popleft()
         outcome = self._outcome if isinstance(command, OptimizerStep) else None
-        return Finished(at_us=self.now_us(), command=command, outcome=outcome)
+        return (Finished(at_us=self.now_us(), command=command, outcome=outcome),)
 
 
 def schedule(**changes: object) -> Scheduler:
@@ -66,7 +67,7 @@ def test_a_run_is_driven_to_its_end_and_recorded_as_it_was(tmp_path: Path) -> No
     trace = read_trace(tmp_path / "trace.jsonl")
     assert [c for entry in trace.entries for c in entry.commands] == executor.submitted
     assert replay(trace) == len(executor.submitted)
-    times = [entry.event.at_us for entry in trace.entries]
+    times = [event.at_us for entry in trace.entries for event in entry.events]
     assert times == sorted(times)
 
 
@@ -109,8 +110,9 @@ def test_a_stopped_run_fails_with_the_scheduler_s_reason_and_submits_nothing_mor
 
 def test_an_executor_that_lies_is_a_protocol_error(tmp_path: Path) -> None:
     class Liar(InstantExecutor):
-        def next_event(self, timeout_s: float) -> Event | None:
-            return Finished(at_us=1, command=OptimizerStep(worker=TRAINER, step=0), outcome=StepOutcome.APPLIED)
+        def next_events(self, timeout_s: float) -> Sequence[Event]:
+            command = OptimizerStep(worker=TRAINER, step=0)
+            return (Finished(at_us=1, command=command, outcome=StepOutcome.APPLIED),)
 
-    with pytest.raises(ProtocolError, match="trainer reports the end of"):
+    with pytest.raises(ProtocolError, match="which its worker was not doing"):
         run(schedule(), Liar(), tmp_path / "trace.jsonl")

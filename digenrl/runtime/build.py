@@ -22,7 +22,7 @@ from digenrl.runtime.ledger import Ledger
 from digenrl.runtime.run_folder import RunFolder
 from digenrl.scheduling.micro_batches import cut_into_micro_batches
 from digenrl.scheduling.scheduler import Scheduler
-from digenrl.scheduling.state import SchedulerSettings
+from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.training.policy import Policy
 from digenrl.training.trainer import Trainer
 from digenrl.workers.evaluator import Evaluator

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from digenrl.errors import ProtocolError
@@ -21,6 +22,7 @@ from digenrl.scheduling.commands import (
     Generate,
     OptimizerStep,
     Score,
+    SwitchMode,
     SyncWeights,
     WorkerCommand,
 )
@@ -37,6 +39,7 @@ _TIMING_NAMES: dict[type[WorkerCommand], str] = {
     Generate: "generate",
     Score: "score",
     Accumulate: "update",
+    SwitchMode: "switch",
     OptimizerStep: "optimizer",
     SyncWeights: "sync",
     Evaluate: "evaluate",
@@ -71,14 +74,14 @@ class InlineExecutor:
         """Queue a command."""
         self._queue.append(command)
 
-    def next_event(self, timeout_s: float) -> Event | None:
-        """Carry out the oldest command. None when there is none; a running command is never cut short."""
+    def next_events(self, timeout_s: float) -> Sequence[Event]:
+        """Carry out the oldest command; nothing when there is none. A running command is never cut short."""
         if not self._queue:
-            return None
+            return ()
         command = self._queue.popleft()
         began = self.now_us()
         outcome = self._carry_out(command, began)
-        return Finished(at_us=self.now_us(), command=command, outcome=outcome)
+        return (Finished(at_us=self.now_us(), command=command, outcome=outcome),)
 
     def _carry_out(self, command: WorkerCommand, began_us: int) -> StepOutcome | None:
         match command:
@@ -102,6 +105,8 @@ class InlineExecutor:
                     raise ProtocolError(f"Version {command.policy_version} was to be loaded, and the policy is at {held}.")
             case Evaluate():
                 self._evaluate(command)
+            case SwitchMode():
+                raise ProtocolError("One process has no modes to switch between.", fix="This is a bug in the scheduler.")
         self._timed(command, began_us)
         return None
 

@@ -49,17 +49,28 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchMode:
+    """Turn the trainer from training to generating or back; the command that needs it follows at once."""
+
+    worker: WorkerId
+    generating: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
-    """Divide the summed gradient by Z, clip it, and change the weights: the end of one RL step."""
+    """Divide the summed gradient by Z, clip it, and change the weights: the end of one RL step, or of one of its updates."""
 
     worker: WorkerId
     step: int
+    update: int = 0
+    """Which of the ``updates_per_rollout`` updates of the step; the version advances after the last one."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncWeights:
-    """Load the published weights of a version, between two trajectories."""
+    """Publish a version (the trainer) or load it (everyone else), between two trajectories."""
 
     worker: WorkerId
     policy_version: int
@@ -82,5 +93,5 @@ class StopRun:
     reason: str
 
 
-WorkerCommand = Encode | Generate | Score | Accumulate | OptimizerStep | SyncWeights | Evaluate
+WorkerCommand = Encode | Generate | Score | Accumulate | SwitchMode | OptimizerStep | SyncWeights | Evaluate
 Command = WorkerCommand | StopRun

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from digenrl.ids import MicroBatchId, WorkerId
 from digenrl.scheduling.commands import WorkerCommand
 
 
@@ -35,4 +36,46 @@ class Finished:
     """Of an OptimizerStep; None for every other command."""
 
 
-Event = RunStarted | Finished
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandFailed:
+    """A worker could not carry out its command and is alive; the command is tried again, on any worker."""
+
+    at_us: int
+    command: WorkerCommand
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """A worker is gone, with the command that it was doing. What it had finished is still there."""
+
+    at_us: int
+    worker: WorkerId
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined:
+    """A worker is back, or new, and holds no version yet: it loads the current one before it gets work."""
+
+    at_us: int
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOverdue:
+    """A worker has been at its command for much longer than such commands take; it is not given up."""
+
+    at_us: int
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryLost:
+    """A generated micro-batch is gone (a node took its objects with it); its scores are discarded with it."""
+
+    at_us: int
+    micro_batch: MicroBatchId
+
+
+Event = RunStarted | Finished | CommandFailed | WorkerLost | WorkerJoined | WorkerOverdue | TrajectoryLost

@@ -1,11 +1,15 @@
-"""How the prompts of a step are cut into micro-batches (GAP): whole prompt groups along the generation axis.
+"""How a step is cut into micro-batches, and a micro-batch into the shares of a replica's ranks (GAP).
 
-Invariant: every prompt of a step is in exactly one micro-batch, in order; only the last one may be smaller.
+Invariants: every prompt of a step is in exactly one micro-batch, in order, and only the last micro-batch may be smaller;
+every sample of a micro-batch is on exactly one rank, and along the generation axis the shares differ by at most one sample.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+MicroBatching = Literal["generation_axis", "batch_axis", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +21,51 @@ class MicroBatch:
     """Prompt indices of the step; all samples of each."""
 
 
-def cut_into_micro_batches(prompts_per_step: int, groups_per_micro_batch: int) -> tuple[MicroBatch, ...]:
-    """The micro-batches of a step; the same cut in every step."""
-    starts = range(0, prompts_per_step, groups_per_micro_batch)
+def cut_into_micro_batches(
+    prompts_per_step: int,
+    groups_per_micro_batch: int,
+    micro_batching: MicroBatching = "generation_axis",
+    ranks: int = 1,
+) -> tuple[MicroBatch, ...]:
+    """The micro-batches of a step; the same cut in every step.
+
+    generation_axis: ``groups_per_micro_batch`` groups, their samples spread over the ranks of one replica.
+    batch_axis: as many groups for each of the ``ranks`` (the baseline: fewer and larger units). none: the whole step.
+    """
+    size = {
+        "generation_axis": groups_per_micro_batch,
+        "batch_axis": groups_per_micro_batch * ranks,
+        "none": prompts_per_step,
+    }[micro_batching]
+    starts = range(0, prompts_per_step, size)
     return tuple(
-        MicroBatch(index, tuple(range(start, min(start + groups_per_micro_batch, prompts_per_step))))
-        for index, start in enumerate(starts)
+        MicroBatch(index, tuple(range(start, min(start + size, prompts_per_step)))) for index, start in enumerate(starts)
     )
+
+
+def spread_over_ranks(
+    micro_batch: MicroBatch, num_generations: int, ranks: int, micro_batching: MicroBatching = "generation_axis"
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Which (prompt, sample) pairs each rank of a replica generates.
+
+    Along the generation axis, contiguous even shares of all samples; along the batch axis, whole groups. A rank may get
+    nothing when there are more ranks than samples (or groups).
+    """
+    if micro_batching == "batch_axis":
+        groups = micro_batch.prompts
+        return tuple(
+            tuple((prompt, sample) for prompt in groups[low:high] for sample in range(num_generations))
+            for low, high in _shares(len(groups), ranks)
+        )
+    samples = [(prompt, sample) for prompt in micro_batch.prompts for sample in range(num_generations)]
+    return tuple(tuple(samples[low:high]) for low, high in _shares(len(samples), ranks))
+
+
+def idle_share(micro_batch: MicroBatch, num_generations: int, ranks: int, micro_batching: MicroBatching) -> float:
+    """Share of the ranks' time that an uneven spread wastes: the ranks with fewer samples wait for the others."""
+    sizes = [len(share) for share in spread_over_ranks(micro_batch, num_generations, ranks, micro_batching)]
+    return 1 - sum(sizes) / (ranks * max(sizes))
+
+
+def _shares(count: int, ranks: int) -> list[tuple[int, int]]:
+    return [(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]

@@ -1,18 +1,18 @@
-"""The scheduler: ``handle(event) -> commands``, a pure function of its state and the event.
+"""The scheduler: ``handle(events) -> commands``, a pure function of its state and the events.
 
-One pool works in turn when the trainer is one of the generators (the inline executor, one process); with a trainer of
-its own, generation of one micro-batch overlaps the update of another. Priorities of a free worker, first match wins:
+A free generator: load newer weights > encode > score > generate > generate for the next step (TCSS) > stay idle.
+A free trainer: publish > evaluate > continue a plan of back-to-back TAGs > accumulate > finish the step > at a bubble, TAG or
+wait > stay idle. A worker that is both (one pool, in turn) does what the trainer would, and generates when there is nothing
+to accumulate.
 
-    load newer weights > finish the step > evaluate > encode > score > accumulate > generate > stay idle
-
-Invariants: an illegal event raises ProtocolError and changes nothing; the optimizer step comes after the last
-micro-batch of its step and before any work of the next; while work is left, some command is outstanding.
+Invariants: an illegal event raises ProtocolError and changes nothing; the optimizer step comes after the last micro-batch of
+its range and before any gradient of the next; a trajectory has one version, at most one step old, and no more than the quota
+are old; while work is left and a worker lives, some command is outstanding.
 """
 
 from __future__ import annotations
 
-from digenrl.errors import ProtocolError
-from digenrl.ids import WorkerId
+from digenrl.ids import MicroBatchId
 from digenrl.scheduling.commands import (
     Accumulate,
     Command,
@@ -21,12 +21,20 @@ from digenrl.scheduling.commands import (
     Generate,
     OptimizerStep,
     Score,
-    StopRun,
+    SwitchMode,
     SyncWeights,
     WorkerCommand,
 )
-from digenrl.scheduling.events import Event, Finished, RunStarted, StepOutcome
-from digenrl.scheduling.state import SchedulerSettings, ScheduleState, Stage
+from digenrl.scheduling.costs import Task
+from digenrl.scheduling.events import Event
+from digenrl.scheduling.schedule_state import ScheduleState
+from digenrl.scheduling.settings import SchedulerSettings
+from digenrl.scheduling.state import Move, StepState, Worker
+from digenrl.scheduling.tag import FORCED_SAMPLES, Bubble, TagDecider
+from digenrl.scheduling.view import costs_of, expected_us, position_of
+
+SAMPLES_BEFORE_DECLINING = 4
+"""Generations of a replica, the cold first one among them, before it may leave work to others."""
 
 
 class Scheduler:
@@ -35,175 +43,276 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
         self._state = ScheduleState(settings)
+        workers = self._state.workers
+        self._generators = [workers[name] for name in settings.generators]
+        self._scorers = [workers[name] for name in settings.scorers]
+        self._trainer = workers[settings.trainer]
+        self._encoders = frozenset(settings.encoders or settings.generators)
+        self._decider = TagDecider(settings)
+        # The reserve rule is the planner's: without it replicas take whatever is pending, as in the paper.
+        self._reserves = settings.tag == "bts_plus"
+        self._searches = settings.tag in ("bts", "bts_plus")
 
     @property
     def finished(self) -> bool:
         """Whether nothing is left to do and no command is outstanding."""
         state = self._state
-        busy = any(worker.running for worker in state.workers.values())
-        return state.started and not busy and (state.stopped or not (state.work_left or state.evaluations))
+        return state.started and not state.outstanding and (state.stopped or not (state.steps or state.evaluations))
 
     @property
     def state(self) -> ScheduleState:
         """For views and tests; only the scheduler changes it."""
         return self._state
 
-    def handle(self, event: Event) -> list[Command]:
-        """Take one event and return the commands that it makes possible. Raises ProtocolError on an illegal event."""
-        self._check(event)
-        stop = self._apply(event)
+    def handle(self, *events: Event) -> list[Command]:
+        """Take in what happened at one instant and return the commands that it makes possible.
+
+        Raises ProtocolError on an illegal event; the state is then as it was.
+        """
+        self._state.check(events)
+        stop = self._state.apply(events)
         if stop is not None:
             return [stop]
         commands: list[Command] = []
-        for worker in self.settings.workers:
-            command = self._next_command(worker) if self._state.workers[worker].running is None else None
-            if command is not None:
-                self._start(command)
-                commands.append(command)
+        if not self._state.stopped:
+            self._dispatch(commands)
         return commands
 
-    def _check(self, event: Event) -> None:
-        state = self._state
-        if isinstance(event, RunStarted):
-            if state.started:
-                raise ProtocolError("The run has started twice.", fix="Send RunStarted once, as the first event.")
-            return
-        if not isinstance(event, Finished) or not isinstance(event.command, WorkerCommand):
-            raise ProtocolError(f"{event} is not an event.", fix="This is a bug in the executor; please report it.")
-        if not state.started:
-            raise ProtocolError(f"{event} arrived before the run has started.", fix="Send RunStarted first.")
-        worker = state.workers.get(event.command.worker)
-        if worker is None or worker.running != event.command:
-            running = worker.running if worker else "no worker of this run"
-            raise ProtocolError(
-                f"{event.command.worker} reports the end of {event.command}, which it was not doing.",
-                why=f"It is: {running}.",
-                fix="This is a bug in the executor; please report it with the run's trace.jsonl.",
-            )
-        if (event.outcome is not None) != isinstance(event.command, OptimizerStep):
-            raise ProtocolError(
-                f"{event.command} ended with outcome {event.outcome}.",
-                why="An optimizer step has an outcome, and nothing else has one.",
-                fix="This is a bug in the executor; please report it.",
-            )
-        if isinstance(event.command, Generate | Score | Accumulate):
-            state.target(event.command.micro_batch, (type(event.command), "finished"))
+    def _dispatch(self, commands: list[Command]) -> None:
+        look_at_all, self._state.look_at_all = self._state.look_at_all, False
+        for worker in self._generators:
+            if worker.running is not None or not worker.alive or worker is self._trainer:
+                continue
+            command = self._for_generator(worker)
+            if command is not None:
+                self._start(worker, command, commands)
+            elif not look_at_all and not self._work_for_generators():
+                break
+        for worker in self._scorers:
+            if worker.running is None and worker.alive:
+                command = self._score(worker)
+                if command is None:
+                    break
+                self._start(worker, command, commands)
+        if self._trainer.running is None and self._trainer.alive:
+            command = self._for_trainer(self._trainer)
+            if command is not None:
+                self._start(self._trainer, command, commands)
 
-    def _apply(self, event: Event) -> StopRun | None:
-        state = self._state
-        if isinstance(event, RunStarted):
-            state.started = True
+    def _start(self, worker: Worker, command: WorkerCommand, commands: list[Command]) -> None:
+        now = self._state.now_us
+        worker.running, worker.started_us = command, now
+        if self._searches and worker.index < len(self._generators):
+            worker.expected_us = now + (expected_us(command, worker, self.settings, self._state.estimates) or 0)
+        self._state.outstanding += 1
+        commands.append(command)
+
+    def _work_for_generators(self) -> bool:
+        """Whether another free generator might still find something to do."""
+        return any(step.scoring_queue or step.pending for step in self._state.steps.values())
+
+    def _for_generator(self, worker: Worker) -> WorkerCommand | None:
+        state, step = self._state, self._state.step
+        if step is None:
             return None
-        command = event.command
-        state.workers[command.worker].running = None
-        match command:
-            case Encode():
-                state.encoded = True
-            case Generate() | Score() | Accumulate():
-                state.move(command.micro_batch, (type(command), "finished"))
-            case SyncWeights():
-                state.workers[command.worker].policy_version = command.policy_version
-            case Evaluate():
-                state.evaluations.remove(command.policy_version)
-            case OptimizerStep():
-                return self._close_step(event)
+        if worker.policy_version != state.policy_version:
+            return self._sync(worker)
+        return self._encode(worker, step) or self._score(worker) or self._generate(worker, step) or self._stale(worker, step)
+
+    def _for_trainer(self, worker: Worker) -> WorkerCommand | None:
+        state = self._state
+        if state.after_switch is not None:
+            command, state.after_switch = state.after_switch, None
+            return command
+        step = state.step
+        due = bool(state.evaluations) and state.evaluations[0] == state.policy_version
+        if worker.policy_version != state.policy_version and (step is not None or due):
+            return self._sync(worker)
+        if due:
+            return Evaluate(worker=worker.name, policy_version=state.policy_version, reason="evaluation is due at this version")
+        if step is None:
+            return None
+        if self.settings.one_pool:
+            return (
+                self._optimizer_step(worker, step)
+                or self._encode(worker, step)
+                or self._score(worker)
+                or self._accumulate(worker, step)
+                or self._generate(worker, step)
+            )
+        return (
+            self._planned_tag(worker, step)
+            or self._accumulate(worker, step)
+            or self._optimizer_step(worker, step)
+            or self._bubble(worker, step)
+        )
+
+    def _sync(self, worker: Worker) -> WorkerCommand:
+        version = self._state.policy_version
+        held = "none yet" if worker.policy_version < 0 else str(worker.policy_version)
+        verb = "publish" if worker is self._trainer and not self.settings.one_pool else "load"
+        return SyncWeights(worker=worker.name, policy_version=version, reason=f"{verb} version {version}; holds {held}")
+
+    def _encode(self, worker: Worker, step: StepState) -> WorkerCommand | None:
+        if step.encoding or worker.name not in self._encoders:
+            return None
+        step.encoding = True
+        return Encode(worker=worker.name, step=step.step, reason="once per step, before its first trajectory")
+
+    def _score(self, worker: Worker) -> WorkerCommand | None:
+        if self.settings.scoring == "pool" and not (self._scorers and worker in self._scorers):
+            return None
+        for step in self._state.steps.values():
+            if step.scoring_queue:
+                index = step.scoring_queue[0]
+                step.move(index, Score, Move.START)
+                return Score(
+                    worker=worker.name,
+                    micro_batch=MicroBatchId(step.step, index),
+                    reason=f"oldest of {len(step.scoring_queue) + 1} waiting; scoring goes before new generation",
+                )
         return None
 
-    def _close_step(self, event: Finished) -> StopRun | None:
-        state = self._state
-        state.skipped_in_a_row = state.skipped_in_a_row + 1 if event.outcome is StepOutcome.VOIDED else 0
-        state.policy_version += 1
-        if self.settings.trainer not in self.settings.generators:
-            # A trainer of its own holds what it has just made; in one pool the load is a command like any other.
-            state.workers[self.settings.trainer].policy_version = state.policy_version
-        state.open_step()
-        if state.skipped_in_a_row < self.settings.max_skipped_steps:
+    def _generate(self, worker: Worker, step: StepState) -> WorkerCommand | None:
+        if not step.encoded or not step.pending:
             return None
-        state.stopped = True
-        return StopRun(
-            reason=f"{state.skipped_in_a_row} optimizer steps in a row were voided because the gradient was not finite "
-            f"(steps {state.policy_version - state.skipped_in_a_row} to {state.policy_version - 1})"
+        reserved = step.reserved
+        if self._reserves and not self._should_claim(worker, step):
+            return None
+        left = f", {reserved} of them the trainer's" if reserved else ""
+        return self._claim(worker, step, f"first of {step.pending} pending{left}")
+
+    def _should_claim(self, worker: Worker, step: StepState) -> bool:
+        """The reserve rule (step_model.may_claim): leave the trainer's micro-batches, and what others would finish earlier."""
+        jobs = step.pending - step.reserved
+        own = self._generate_us(worker)
+        if jobs <= 0 or own is None or not self._well_known(worker):
+            return jobs > 0
+        now, before = self._state.now_us, 0
+        for other in self._generators:
+            if other is worker or not other.alive:
+                continue
+            spare = own if other.running is None else own - other.remaining_us(now)
+            if spare > 0:
+                before += (spare - (other.index > worker.index)) // (self._generate_us(other) or own)
+                if before >= jobs:
+                    return False
+        return True
+
+    def _well_known(self, worker: Worker) -> bool:
+        """Whether a replica was measured often enough to decline: one slow sample must not lock it out for good."""
+        known = self._state.estimates.samples_of(Task.GENERATE, worker.index)
+        return self.settings.costs is not None or known >= SAMPLES_BEFORE_DECLINING
+
+    def _generate_us(self, worker: Worker) -> int | None:
+        if self.settings.costs is not None:
+            return self.settings.costs.generate[worker.index]
+        return self._state.estimates.of(Task.GENERATE, worker.index)
+
+    def _stale(self, worker: Worker, step: StepState) -> WorkerCommand | None:
+        """Generation for the next step with the present weights, while the quota lasts and nothing of this step is pending."""
+        quota = self.settings.stale_quota
+        if step.pending or not quota:
+            return None
+        following = self._state.open(step.step + 1)
+        if following is None or following.stale_used >= quota or not following.pending:
+            return None
+        encode = self._encode(worker, following)
+        if encode is not None or not following.encoded:
+            return encode
+        following.stale_used += 1
+        return self._claim(worker, following, f"stale: {following.stale_used} of {quota} allowed for step {following.step}")
+
+    def _claim(self, worker: Worker, step: StepState, reason: str) -> Generate:
+        index = step.lowest_pending()
+        step.move(index, Generate, Move.START)
+        step.versions[index] = worker.policy_version
+        return Generate(
+            worker=worker.name,
+            micro_batch=MicroBatchId(step.step, index),
+            policy_version=worker.policy_version,
+            reason=reason,
         )
 
-    def _start(self, command: WorkerCommand) -> None:
-        state = self._state
-        state.workers[command.worker].running = command
-        if isinstance(command, Generate | Score | Accumulate):
-            state.move(command.micro_batch, (type(command), "started"))
-
-    def _next_command(self, name: WorkerId) -> WorkerCommand | None:
-        if self._state.stopped:
+    def _accumulate(self, worker: Worker, step: StepState) -> WorkerCommand | None:
+        index = step.updatable()
+        if index is None:
             return None
-        command = None
-        if name in self.settings.generators:
-            command = self._sync(name)
-        if command is None and name == self.settings.trainer:
-            command = self._finish_step(name) or self._evaluate(name)
-        if command is None and name in self.settings.generators:
-            command = self._encode(name) or self._score(name)
-        if command is None and name == self.settings.trainer:
-            command = self._accumulate(name)
-        if command is None and name in self.settings.generators:
-            command = self._generate(name)
-        return command
+        if self._state.trainer_generating:
+            return self._back_to_training(worker, "an update")
+        order = "next by index" if self.settings.update_order == "index" else "first scored"
+        age = ", one version old" if step.stale(index) else ""
+        reason = f"{order} of {len(step.update_queue)} scored{age}"
+        step.move(index, Accumulate, Move.START)
+        step.bubble_closed = False
+        return Accumulate(worker=worker.name, micro_batch=MicroBatchId(step.step, index), reason=reason)
 
-    def _sync(self, name: WorkerId) -> WorkerCommand | None:
-        state = self._state
-        # After the last step generators need no weights any more; one that is also the trainer still evaluates them.
-        needed = state.work_left or (name == self.settings.trainer and state.evaluations)
-        if not needed or state.workers[name].policy_version == state.policy_version:
-            return None
-        return SyncWeights(
-            worker=name,
-            policy_version=state.policy_version,
-            reason=f"holds version {state.workers[name].policy_version}, published is {state.policy_version}",
-        )
-
-    def _finish_step(self, name: WorkerId) -> WorkerCommand | None:
-        state = self._state
-        if not state.work_left or not state.all_at(Stage.ACCUMULATED):
+    def _optimizer_step(self, worker: Worker, step: StepState) -> WorkerCommand | None:
+        if step.accumulated < step.update_end:
             return None
         return OptimizerStep(
-            worker=name, step=state.policy_version, reason=f"all {self.settings.micro_batches} micro-batches accumulated"
+            worker=worker.name,
+            step=step.step,
+            update=step.update,
+            reason=f"all {step.update_end} of {self.settings.micro_batches} micro-batches accumulated",
         )
 
-    def _evaluate(self, name: WorkerId) -> WorkerCommand | None:
-        state = self._state
-        if not state.evaluations or state.evaluations[0] != state.policy_version:
+    def _planned_tag(self, worker: Worker, step: StepState) -> WorkerCommand | None:
+        """TAGs that do not wait for a bubble: static ones, and the rest of a plan that is back to back."""
+        if not step.encoded or not step.pending or step.update:
             return None
-        return Evaluate(worker=name, policy_version=state.policy_version, reason="evaluation is due at this version")
+        if self.settings.tag == "static" and step.tags < self.settings.tag_static and not step.accumulated:
+            return self._tag(worker, step, f"TAG: {step.tags + 1} of {self.settings.tag_static}, fixed by tag_static")
+        if step.sticky and step.reserved:
+            step.reserved -= 1
+            return self._tag(worker, step, f"TAG: back to back, {step.reserved} more planned")
+        return None
 
-    def _encode(self, name: WorkerId) -> WorkerCommand | None:
-        state = self._state
-        if not state.work_left or state.encoded or name != self.settings.generators[0]:
+    def _bubble(self, worker: Worker, step: StepState) -> WorkerCommand | None:
+        """The trainer is free and has nothing to update: generate or wait."""
+        policy = self.settings.tag
+        # Between the updates of one rollout the weights have moved on: what were generated now would be of another policy.
+        if policy == "never" or not step.encoded or not step.pending or step.update:
             return None
-        return Encode(worker=name, step=state.policy_version, reason="once per step, before its first trajectory")
+        if not any(generator.alive for generator in self._generators):
+            return self._tag(worker, step, "TAG: no generator is left")
+        if policy == "static" or step.bubble_closed:
+            return None
+        if step.planned and self.settings.replan == "step":
+            if not step.reserved:
+                return None
+            step.reserved -= 1
+            return self._tag(worker, step, f"TAG: planned at the step's first bubble, {step.reserved} more")
+        decision = self._decider.decide(self._look(step))
+        step.planned, step.reserved, step.sticky = True, decision.reserved, decision.sticky
+        if decision.tag:
+            return self._tag(worker, step, decision.reason)
+        step.bubble_closed = True
+        return None
 
-    def _score(self, name: WorkerId) -> WorkerCommand | None:
-        queue = self._state.scoring_queue
-        if not queue:
-            return None
-        return Score(
-            worker=name, micro_batch=queue[0], reason=f"oldest of {len(queue)} waiting; scoring goes before new generation"
-        )
+    def _look(self, step: StepState) -> Bubble:
+        alive = self._alive_generators()
+        costs = costs_of(self.settings, self._state.estimates, alive, self._trainer)
+        position = None
+        if costs is not None:
+            position = position_of(step, costs, alive, now_us=self._state.now_us, mode_generating=self._state.trainer_generating)
+        measured = self._state.estimates.samples(Task.TAG) if self.settings.costs is None else FORCED_SAMPLES
+        following = self._state.open(step.step + 1) if self.settings.stale_quota else None
+        stale_left = self.settings.stale_quota - following.stale_used if following is not None else 0
+        return Bubble(position=position, costs=costs, tag_samples=measured, stale_left=stale_left)
 
-    def _accumulate(self, name: WorkerId) -> WorkerCommand | None:
-        micro_batch = self._state.updatable()
-        if micro_batch is None:
-            return None
-        order = "next by index" if self.settings.update_order == "index" else "first scored"
-        return Accumulate(worker=name, micro_batch=micro_batch, reason=f"{order} of {len(self._state.update_queue)} scored")
+    def _tag(self, worker: Worker, step: StepState, reason: str) -> WorkerCommand:
+        """Claim a micro-batch for the trainer; where its mode has to change first, the claim waits for that."""
+        step.tags += 1
+        command = self._claim(worker, step, reason)
+        if self._state.trainer_generating:
+            return command
+        self._state.after_switch = command
+        return SwitchMode(worker=worker.name, generating=True, reason=reason)
 
-    def _generate(self, name: WorkerId) -> WorkerCommand | None:
-        state = self._state
-        if not state.work_left or not state.encoded:
-            return None
-        pending = list(state.at(Stage.PENDING))
-        if not pending:
-            return None
-        return Generate(
-            worker=name,
-            micro_batch=pending[0],
-            policy_version=state.workers[name].policy_version,
-            reason=f"first of {len(pending)} pending",
-        )
+    def _back_to_training(self, worker: Worker, what: str) -> WorkerCommand:
+        # Nothing is claimed yet: what is updatable now may be lost by the time the mode has changed.
+        return SwitchMode(worker=worker.name, generating=False, reason=f"for {what}")
+
+    def _alive_generators(self) -> list[Worker]:
+        return [worker for worker in self._generators if worker.alive]

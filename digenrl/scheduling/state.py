@@ -1,19 +1,21 @@
-"""What the scheduler knows: the stage of every micro-batch, the queues, and which worker does what.
+"""What the scheduler knows: the stage of every micro-batch, the queues, and what each worker does.
 
-Every change of a micro-batch's stage is a row of ``TRANSITIONS``; anything else is a ProtocolError, raised before
-anything has changed. Invariant: a micro-batch is accumulated exactly once, and only into the step that it belongs to.
+Every change of a micro-batch's stage is a row of ``TRANSITIONS``; anything else is a ProtocolError. Invariant: a micro-batch
+is accumulated exactly once, and only into the step that it belongs to. At most two steps are open: the one in training and,
+where stale generation is allowed, the next.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from heapq import heappop, heappush
 
 from digenrl.errors import ProtocolError
 from digenrl.ids import MicroBatchId, WorkerId
 from digenrl.scheduling.commands import Accumulate, Generate, Score, WorkerCommand
+from digenrl.scheduling.settings import SchedulerSettings
 
 
 class Stage(StrEnum):
@@ -28,139 +30,177 @@ class Stage(StrEnum):
     ACCUMULATED = "accumulated"
 
 
-Move = tuple[type[WorkerCommand], Literal["started", "finished"]]
-TRANSITIONS: dict[tuple[Stage, Move], Stage] = {
-    (Stage.PENDING, (Generate, "started")): Stage.GENERATING,
-    (Stage.GENERATING, (Generate, "finished")): Stage.SCORING_QUEUE,
-    (Stage.SCORING_QUEUE, (Score, "started")): Stage.SCORING,
-    (Stage.SCORING, (Score, "finished")): Stage.UPDATE_QUEUE,
-    (Stage.UPDATE_QUEUE, (Accumulate, "started")): Stage.UPDATING,
-    (Stage.UPDATING, (Accumulate, "finished")): Stage.ACCUMULATED,
+class Move(StrEnum):
+    """What happens to a micro-batch."""
+
+    START = "start"
+    FINISH = "finish"
+    FINISH_SCORED = "finish_scored"
+    """Generation that includes scoring."""
+    FAIL = "fail"
+    LOSE = "lose"
+    """The trajectory is gone."""
+
+
+TRANSITIONS: dict[tuple[Stage, type | None, Move], Stage] = {
+    (Stage.PENDING, Generate, Move.START): Stage.GENERATING,
+    (Stage.GENERATING, Generate, Move.FINISH): Stage.SCORING_QUEUE,
+    (Stage.GENERATING, Generate, Move.FINISH_SCORED): Stage.UPDATE_QUEUE,
+    (Stage.GENERATING, Generate, Move.FAIL): Stage.PENDING,
+    (Stage.SCORING_QUEUE, Score, Move.START): Stage.SCORING,
+    (Stage.SCORING, Score, Move.FINISH): Stage.UPDATE_QUEUE,
+    (Stage.SCORING, Score, Move.FAIL): Stage.SCORING_QUEUE,
+    (Stage.UPDATE_QUEUE, Accumulate, Move.START): Stage.UPDATING,
+    (Stage.UPDATING, Accumulate, Move.FINISH): Stage.ACCUMULATED,
+    (Stage.SCORING_QUEUE, None, Move.LOSE): Stage.PENDING,
+    (Stage.UPDATE_QUEUE, None, Move.LOSE): Stage.PENDING,
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """All that the schedule depends on; written into the head of every trace."""
-
-    steps: int
-    """RL steps of the run."""
-    micro_batches: int
-    """Micro-batches B of one step."""
-    generators: tuple[WorkerId, ...]
-    """Workers that encode, generate and score, in order of index."""
-    trainer: WorkerId
-    """Worker that accumulates and steps; may be one of the generators (one pool that works in turn)."""
-    update_order: Literal["arrival", "index"] = "arrival"
-    update_after: Literal["group", "step"] = "group"
-    max_skipped_steps: int = 3
-    """Voided steps in a row that stop the run."""
-    evaluate_at: tuple[int, ...] = ()
-    """Policy versions to evaluate, ascending."""
-
-    def __post_init__(self) -> None:
-        """Refuse with a ValueError what no schedule can carry out: it would wait for ever, or finish with work undone."""
-        if self.steps < 0 or self.micro_batches < 1 or self.max_skipped_steps < 1:
-            raise ValueError(
-                f"steps ({self.steps}), micro_batches ({self.micro_batches}) and max_skipped_steps ({self.max_skipped_steps}) "
-                "must be at least 0, 1 and 1"
-            )
-        if not self.generators or len(set(self.generators)) < len(self.generators):
-            raise ValueError(f"generators {self.generators} must be distinct, and at least one")
-        if list(self.evaluate_at) != sorted(set(self.evaluate_at)) or not set(self.evaluate_at) <= set(range(self.steps + 1)):
-            raise ValueError(f"evaluate_at {self.evaluate_at} must be ascending versions from 0 to {self.steps}")
-
-    @property
-    def workers(self) -> tuple[WorkerId, ...]:
-        """All workers, generators first: the order in which they are given work."""
-        return self.generators if self.trainer in self.generators else (*self.generators, self.trainer)
+OVERDUE_SHARE = 0.2
+"""Of its age, what an overdue command is taken to need still."""
 
 
-@dataclass(slots=True)
 class Worker:
     """One worker as the scheduler sees it."""
 
-    policy_version: int = 0
-    running: WorkerCommand | None = None
+    __slots__ = ("alive", "expected_us", "index", "name", "overdue", "policy_version", "running", "started_us")
+
+    def __init__(self, name: WorkerId, index: int) -> None:
+        self.name = name
+        self.index = index
+        self.policy_version = 0
+        """Version whose weights it holds; -1 for a worker that has just joined."""
+        self.running: WorkerCommand | None = None
+        self.started_us = 0
+        self.expected_us = 0
+        """When it should be done, as far as durations are known."""
+        self.alive = True
+        self.overdue = False
+
+    def remaining_us(self, now_us: int) -> int:
+        """Microseconds that its command still needs; one that is overdue is taken to need a share of its age once more."""
+        if now_us < self.expected_us:
+            return self.expected_us - now_us
+        return max(1, int(OVERDUE_SHARE * (now_us - self.started_us)))
 
 
-@dataclass(slots=True)
-class ScheduleState:
-    """The one mutable object of the schedule, owned by the Scheduler."""
+class StepState:
+    """The micro-batches of one open step."""
 
-    settings: SchedulerSettings
-    workers: dict[WorkerId, Worker] = field(default_factory=dict)
-    started: bool = False
-    policy_version: int = 0
-    """Completed RL steps, which is also the step that is being trained."""
-    encoded: bool = False
-    """Whether the prompts of the step in training are encoded."""
-    stages: dict[MicroBatchId, Stage] = field(default_factory=dict)
-    """Stage of every micro-batch of the step in training, by index."""
-    scoring_queue: list[MicroBatchId] = field(default_factory=list)
-    """SQ: generated, not yet scored; oldest first."""
-    update_queue: list[MicroBatchId] = field(default_factory=list)
-    """UQ: scored, not yet accumulated; in order of arrival."""
-    evaluations: list[int] = field(default_factory=list)
-    """Versions still to be evaluated, ascending."""
-    skipped_in_a_row: int = 0
-    stopped: bool = False
-
-    def __post_init__(self) -> None:
-        self.workers = {worker: Worker() for worker in self.settings.workers}
-        self.evaluations = list(self.settings.evaluate_at)
-        self.open_step()
+    def __init__(self, step: int, settings: SchedulerSettings) -> None:
+        count = settings.micro_batches
+        self.step = step
+        self.encoded = False
+        self.encoding = False
+        self.stages: list[Stage] = [Stage.PENDING] * count
+        self.versions: list[int] = [-1] * count
+        """Policy version of each trajectory, fixed when it is claimed."""
+        self.attempts: list[int] = [0] * count
+        """Failures of each micro-batch so far."""
+        self.stale_used = 0
+        """Micro-batches that are, or are being, generated with the weights of the step before."""
+        self.scored = 0
+        """Micro-batches that have their rewards."""
+        self.accumulated = 0
+        self.update = 0
+        """Which of the step's optimizer steps is being accumulated for."""
+        self.tags = 0
+        """Micro-batches that the trainer has generated."""
+        self.reserved = 0
+        """Pending micro-batches that the plan leaves to the trainer."""
+        self.sticky = False
+        """Whether the plan generates them back to back."""
+        self.planned = False
+        self.bubble_closed = False
+        """Whether the present bubble was decided to be skipped."""
+        self.scoring_queue: deque[int] = deque()
+        """SQ: generated, not yet scored; oldest first."""
+        self.update_queue: deque[int] = deque()
+        """UQ: scored, not yet accumulated; in order of arrival."""
+        self._settings = settings
+        self._pending = list(range(count))
+        self._following = 0
 
     @property
-    def work_left(self) -> bool:
-        """Whether a step is still to be trained."""
-        return self.policy_version < self.settings.steps and not self.stopped
+    def pending(self) -> int:
+        """Micro-batches that nobody has claimed."""
+        return len(self._pending)
 
-    def open_step(self) -> None:
-        """Put all micro-batches of the step in training into the pending pool."""
-        self.encoded = False
-        step = self.policy_version
-        self.stages = {MicroBatchId(step, index): Stage.PENDING for index in range(self.settings.micro_batches)}
+    def pending_indices(self) -> Iterator[int]:
+        """Indices of the pending ones, in no order."""
+        return iter(self._pending)
 
-    def at(self, stage: Stage) -> Iterator[MicroBatchId]:
-        """Micro-batches at a stage, by index."""
-        return (micro_batch for micro_batch, its in self.stages.items() if its is stage)
+    def lowest_pending(self) -> int:
+        """The micro-batch to claim next."""
+        return self._pending[0]
 
-    def all_at(self, *stages: Stage) -> bool:
-        """Whether every micro-batch of the step is at one of these stages."""
-        return all(stage in stages for stage in self.stages.values())
+    def stale(self, index: int) -> bool:
+        """Whether a micro-batch was claimed with the weights of the step before."""
+        return 0 <= self.versions[index] < self.step
 
-    def target(self, micro_batch: MicroBatchId, move: Move) -> Stage:
+    def target(self, index: int, command: type | None, move: Move) -> Stage:
         """The stage that a move leads to. Raises ProtocolError when the table has no such move."""
-        stage = self.stages.get(micro_batch)
-        target = TRANSITIONS.get((stage, move)) if stage is not None else None
+        stage = self.stages[index] if 0 <= index < len(self.stages) else None
+        target = TRANSITIONS.get((stage, command, move)) if stage is not None else None
         if target is None:
-            raise ProtocolError(
-                f"{move[0].__name__} of micro-batch {micro_batch} cannot have {move[1]}: "
-                f"it is {stage or f'not of step {self.policy_version}'}.",
-                why="Each micro-batch is generated, scored and accumulated exactly once.",
-                fix="This is a bug in the executor; please report it with the run's trace.jsonl.",
-            )
+            raise illegal(MicroBatchId(self.step, index), command, move, stage)
         return target
 
-    def move(self, micro_batch: MicroBatchId, move: Move) -> None:
-        """Change a stage and keep the queues in step with it."""
-        target = self.target(micro_batch, move)
-        queues = {Stage.SCORING_QUEUE: self.scoring_queue, Stage.UPDATE_QUEUE: self.update_queue}
-        left = queues.get(self.stages[micro_batch])
-        if left is not None:
-            left.remove(micro_batch)
-        self.stages[micro_batch] = target
-        joined = queues.get(target)
-        if joined is not None:
-            joined.append(micro_batch)
+    def move(self, index: int, command: type | None, move: Move) -> None:
+        """Change a stage and keep queues and counts in step with it."""
+        target = self.target(index, command, move)
+        stage = self.stages[index]
+        self.stages[index] = target
+        if stage is Stage.PENDING:
+            assert heappop(self._pending) == index, "the lowest pending micro-batch is claimed first"
+        elif stage is Stage.SCORING_QUEUE:
+            self.scoring_queue.remove(index)
+        elif stage is Stage.UPDATE_QUEUE:
+            self.update_queue.remove(index)
+        if target is Stage.PENDING:
+            if self.stale(index):
+                self.stale_used -= 1
+            self.scored -= stage is Stage.UPDATE_QUEUE
+            self.versions[index] = -1
+            heappush(self._pending, index)
+        elif target is Stage.SCORING_QUEUE:
+            # A failed scoring goes to the front: it is the oldest.
+            self.scoring_queue.appendleft(index) if move is Move.FAIL else self.scoring_queue.append(index)
+        elif target is Stage.UPDATE_QUEUE:
+            self.scored += 1
+            self.update_queue.append(index)
+        elif target is Stage.ACCUMULATED:
+            self.accumulated += 1
 
-    def updatable(self) -> MicroBatchId | None:
+    def updatable(self) -> int | None:
         """The micro-batch to accumulate next, or None while the order or ``update_after`` forbids all of them."""
-        if self.settings.update_after == "step" and not self.all_at(Stage.UPDATE_QUEUE, Stage.UPDATING, Stage.ACCUMULATED):
+        settings = self._settings
+        if settings.update_after == "step" and self.scored < settings.micro_batches:
             return None
-        if self.settings.update_order == "arrival":
+        if settings.update_order == "index":
+            while self._following < settings.micro_batches and self.stages[self._following] is Stage.ACCUMULATED:
+                self._following += 1
+            following = self._following
+            ready = following < self.update_end and self.stages[following] is Stage.UPDATE_QUEUE
+            return following if ready else None
+        if settings.updates_per_rollout == 1:
             return self.update_queue[0] if self.update_queue else None
-        # By index: the next one of the step, and only that one.
-        following = next((m for m, stage in self.stages.items() if stage is not Stage.ACCUMULATED), None)
-        return following if following in self.update_queue else None
+        low, high = settings.update_range(self.update)
+        return next((index for index in self.update_queue if low <= index < high), None)
+
+    @property
+    def update_end(self) -> int:
+        """Micro-batches that are accumulated when the present optimizer step is due."""
+        return self._settings.update_range(self.update)[1]
+
+
+def illegal(micro_batch: MicroBatchId, command: type | None, move: Move, stage: Stage | None) -> ProtocolError:
+    """The error for a move that the table does not have."""
+    what = f"{command.__name__} of" if command is not None else "The trajectory of"
+    verb = {Move.START: "start", Move.FAIL: "fail", Move.LOSE: "be lost"}.get(move, "finish")
+    return ProtocolError(
+        f"{what} micro-batch {micro_batch} cannot {verb}: it is {stage or 'not of an open step'}.",
+        why="Each micro-batch is generated, scored and accumulated exactly once.",
+        fix="This is a bug in the executor; please report it with the run's trace.jsonl.",
+    )

@@ -1,6 +1,7 @@
 """Events and commands as JSON objects and back; the file format of a trace.
 
-Line 1: {"format": "digenrl-trace", "version": 1, "settings": {...}}; then a line per event: {"event": ..., "commands": [...]}.
+Line 1: {"format": "digenrl-trace", "version": 1, "source": "run", "settings": {...}}; then a line per instant:
+{"events": [...], "commands": [...]}.
 What is read is checked against the dataclass, field by field, so that a damaged trace is an error here and not later.
 """
 
@@ -82,7 +83,8 @@ def _value(hint: Any, value: Any) -> Any:
         if value is None and type(None) in members:
             return None
         present = tuple(member for member in members if member is not type(None))
-        return _one_of(present, value) if dataclasses.is_dataclass(present[0]) else _value(present[0], value)
+        several = len(present) > 1 and dataclasses.is_dataclass(present[0])
+        return _one_of(present, value) if several else _value(present[0], value)
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_value(members[0], item) for item in value)
     if typing.get_origin(hint) is typing.Literal and value in members:
@@ -91,6 +93,8 @@ def _value(hint: Any, value: Any) -> Any:
         return from_plain(hint, value)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return hint(value)
+    if hint is float and type(value) is int:
+        return float(value)
     if type(value) is not hint:  # not isinstance: a bool is an int
         raise ValueError(f"{value!r} is not {getattr(hint, '__name__', hint)}")
     return value

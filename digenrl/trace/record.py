@@ -15,15 +15,15 @@ from digenrl.config.text import read_text
 from digenrl.errors import ConfigError
 from digenrl.scheduling.commands import Command
 from digenrl.scheduling.events import Event
-from digenrl.scheduling.state import SchedulerSettings
+from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.trace import codec
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One event and the commands that the scheduler answered with."""
+    """What happened at one instant, and the commands that the scheduler answered with."""
 
-    event: Event
+    events: tuple[Event, ...]
     commands: tuple[Command, ...]
 
 
@@ -33,18 +33,22 @@ class Trace:
 
     settings: SchedulerSettings
     entries: tuple[Entry, ...]
+    source: str = "run"
+    """What made it: ``run``, or ``simulation``, whose times are virtual."""
 
 
 class TraceWriter:
     """Appends entries to a trace file; a context manager."""
 
-    def __init__(self, path: Path, settings: SchedulerSettings) -> None:
+    def __init__(self, path: Path, settings: SchedulerSettings, *, source: str = "run") -> None:
         self._file = path.open("w", encoding="utf-8")
-        self._write({"format": codec.FORMAT, "version": codec.VERSION, "settings": dataclasses.asdict(settings)})
+        head = {"format": codec.FORMAT, "version": codec.VERSION, "source": source}
+        self._write({**head, "settings": dataclasses.asdict(settings)})
 
-    def record(self, event: Event, commands: Sequence[Command]) -> None:
-        """Write one event with its commands."""
-        self._write({"event": codec.to_json(event), "commands": [codec.to_json(command) for command in commands]})
+    def record(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        """Write the events of one instant with the commands that they led to."""
+        line = {"events": [codec.to_json(event) for event in events]}
+        self._write({**line, "commands": [codec.to_json(command) for command in commands]})
 
     def close(self) -> None:
         """Close the file; recording afterwards is an error."""
@@ -77,16 +81,16 @@ def read_trace(path: Path) -> Trace:
         )
     with _named(path, head_number):
         settings: SchedulerSettings = codec.from_plain(SchedulerSettings, head.get("settings"))
-    return Trace(settings, tuple(_entries(lines[1:], path)))
+    return Trace(settings, tuple(_entries(lines[1:], path)), source=str(head.get("source")))
 
 
 def _entries(lines: Sequence[tuple[int, str]], path: Path) -> Iterator[Entry]:
     for number, line in lines:
         plain = _parse(line, path, number)
         with _named(path, number):
-            event = codec.event_from_json(plain.get("event"))
-            commands = tuple(codec.command_from_json(item) for item in _list(plain.get("commands")))
-        yield Entry(event, commands)
+            events = tuple(codec.event_from_json(item) for item in _list(plain, "events"))
+            commands = tuple(codec.command_from_json(item) for item in _list(plain, "commands"))
+        yield Entry(events, commands)
 
 
 @contextmanager
@@ -111,7 +115,8 @@ def _parse(line: str, path: Path, number: int) -> dict[str, object]:
     return plain
 
 
-def _list(value: object) -> list[object]:
+def _list(plain: dict[str, object], key: str) -> list[object]:
+    value = plain.get(key)
     if not isinstance(value, list):
-        raise ConfigError("`commands` is not a list.")
+        raise ConfigError(f"`{key}` is not a list.")
     return value

@@ -8,17 +8,17 @@ from digenrl.trace.record import Trace
 
 
 def replay(trace: Trace) -> int:
-    """Number of commands that were replayed. Raises ProtocolError at the first event that cannot be, or leads elsewhere."""
+    """Number of commands that were replayed. Raises ProtocolError at the first instant that cannot be, or leads elsewhere."""
     scheduler = Scheduler(trace.settings)
     count = 0
     for number, entry in enumerate(trace.entries):
         try:
-            commands = tuple(scheduler.handle(entry.event))
+            commands = tuple(scheduler.handle(*entry.events))
         except ProtocolError as error:
-            raise ProtocolError(f"Event {number}: {error.what}", why=error.why, fix=error.fix) from error
+            raise ProtocolError(f"Instant {number}: {error.what}", why=error.why, fix=error.fix) from error
         if commands != entry.commands:
             raise ProtocolError(
-                f"Event {number} ({entry.event}) replays to other commands.",
+                f"Instant {number} ({entry.events}) replays to other commands.",
                 why=f"Recorded: {entry.commands}; now: {commands}.",
                 fix="The trace was written by another version of DigenRL, or it was edited.",
             )

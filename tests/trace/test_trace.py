@@ -28,7 +28,7 @@ from digenrl.scheduling.commands import (
 )
 from digenrl.scheduling.events import Finished, RunStarted, StepOutcome
 from digenrl.scheduling.scheduler import Scheduler
-from digenrl.scheduling.state import SchedulerSettings
+from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.trace import codec
 from digenrl.trace.record import TraceWriter, read_trace
 from digenrl.trace.replay import replay
@@ -113,7 +113,7 @@ def record(path: Path, setup: SchedulerSettings, seed: int) -> int:
     with TraceWriter(path, setup) as trace:
         while True:
             answer = scheduler.handle(event)
-            trace.record(event, answer)
+            trace.record((event,), answer)
             count += len(answer)
             outstanding += [c for c in answer if not isinstance(c, StopRun)]
             if not outstanding:
@@ -169,8 +169,8 @@ def refused(path: Path) -> str:
 def test_each_line_is_on_disk_before_the_next_event_comes(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with TraceWriter(path, SETUP) as trace:
-        trace.record(RunStarted(at_us=0), [])
-        assert read_trace(path).entries[0].event == RunStarted(at_us=0)
+        trace.record([RunStarted(at_us=0)], [])
+        assert read_trace(path).entries[0].events == (RunStarted(at_us=0),)
 
 
 def test_a_trace_cut_off_inside_a_line_names_that_line(trace_file: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_trace_cut_off_inside_a_line_names_that_line(trace_file: Path) -> None
 
 
 def test_a_trace_cut_off_inside_a_character_names_that_line(trace_file: Path) -> None:
-    trace_file.write_bytes(b"".join(trace_file.read_bytes().splitlines(keepends=True)[:2]) + '{"event": "é'.encode()[:-1])
+    trace_file.write_bytes(b"".join(trace_file.read_bytes().splitlines(keepends=True)[:2]) + '{"events": "é'.encode()[:-1])
     assert f"{trace_file}:3:" in refused(trace_file)
 
 
@@ -239,13 +239,13 @@ def test_a_foreign_newer_or_edited_head_is_refused_in_line_one(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda line: line.pop("event"),
+        lambda line: line.pop("events"),
         lambda line: line.pop("commands"),
         lambda line: line.update(commands={}),
         lambda line: line.update(commands=[3]),
-        lambda line: line["event"].update(at_us=None),
-        lambda line: line["event"].pop("command"),
-        lambda line: line["event"].update(type="Failed"),
+        lambda line: line["events"][0].update(at_us=None),
+        lambda line: line["events"][0].pop("command"),
+        lambda line: line["events"][0].update(type="Failed"),
     ],
 )
 def test_an_edited_line_is_refused_with_its_number(trace_file: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -268,13 +268,13 @@ def test_a_blank_line_does_not_shift_the_numbers(trace_file: Path) -> None:
 
 def test_replay_of_a_trace_with_another_command_names_the_event(trace_file: Path) -> None:
     edit(trace_file, 2, lambda line: line["commands"][0].update(reason="because"))
-    with pytest.raises(ProtocolError, match=r"Event 0 .*replays to other commands"):
+    with pytest.raises(ProtocolError, match=r"Instant 0 .*replays to other commands"):
         replay(read_trace(trace_file))
 
 
 def test_replay_of_a_trace_with_an_impossible_event_names_it(trace_file: Path) -> None:
-    edit(trace_file, 4, lambda line: line["event"]["command"].update(worker="g7"))
-    with pytest.raises(ProtocolError, match="Event 2: g7 reports the end of"):
+    edit(trace_file, 4, lambda line: line["events"][0]["command"].update(worker="g7"))
+    with pytest.raises(ProtocolError, match="Instant 2: The end of"):
         replay(read_trace(trace_file))
 
 

@@ -1,0 +1,286 @@
+"""The state of a whole run's schedule, and how events change it.
+
+Checking comes first and changes nothing: a batch of events is refused as a whole when one of them cannot be.
+"""
+
+from __future__ import annotations
+
+from digenrl.errors import ProtocolError
+from digenrl.ids import WorkerId
+from digenrl.scheduling.commands import (
+    Accumulate,
+    Encode,
+    Evaluate,
+    Generate,
+    OptimizerStep,
+    Score,
+    StopRun,
+    SwitchMode,
+    SyncWeights,
+    WorkerCommand,
+)
+from digenrl.scheduling.costs import Estimates, Task
+from digenrl.scheduling.events import (
+    CommandFailed,
+    Event,
+    Finished,
+    RunStarted,
+    StepOutcome,
+    TrajectoryLost,
+    WorkerJoined,
+    WorkerLost,
+    WorkerOverdue,
+)
+from digenrl.scheduling.settings import SchedulerSettings
+from digenrl.scheduling.state import Move, StepState, Worker
+
+
+class ScheduleState:
+    """The one mutable object of the schedule, owned by the Scheduler."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
+        self.estimates = Estimates()
+        self.started = False
+        self.stopped = False
+        self.now_us = 0
+        self.policy_version = 0
+        """Completed RL steps, which is also the step in training."""
+        self.workers: dict[WorkerId, Worker] = {name: Worker(name, index) for index, name in enumerate(settings.workers)}
+        self.steps: dict[int, StepState] = {0: StepState(0, settings)} if settings.steps else {}
+        """Open steps: the one in training and, with stale generation, the next."""
+        self.evaluations = list(settings.evaluate_at)
+        """Versions still to be evaluated, ascending."""
+        self.skipped_in_a_row = 0
+        self.trainer_generating = False
+        """Mode of the trainer."""
+        self.after_switch: Generate | None = None
+        """What the trainer has claimed and is switching its mode for."""
+        self.outstanding = 0
+        """Commands that workers are doing."""
+        self.look_at_all = True
+        """Something has happened that may concern every free worker, not only the ones that have just become free."""
+
+    @property
+    def trainer(self) -> Worker:
+        """The worker that updates."""
+        return self.workers[self.settings.trainer]
+
+    @property
+    def step(self) -> StepState | None:
+        """The step in training; None when all are done."""
+        return self.steps.get(self.policy_version)
+
+    def open(self, number: int) -> StepState | None:
+        """A step that may be worked on; None past the last one."""
+        if number not in self.steps and number < self.settings.steps:
+            self.steps[number] = StepState(number, self.settings)
+        return self.steps.get(number)
+
+    def check(self, events: tuple[Event, ...]) -> None:
+        """Raise ProtocolError unless all of these events can have happened at one instant."""
+        subjects = set()
+        for event in events:
+            self._check(event)
+            subject = _subject(event)
+            if subject in subjects:
+                raise ProtocolError(f"Two events of {subject} at one instant.", fix="Report them one after the other.")
+            subjects.add(subject)
+
+    def apply(self, events: tuple[Event, ...]) -> StopRun | None:
+        """Take in checked events; the first reason to stop the run, if there is one."""
+        stops = [stop for event in self._in_order(events) if (stop := self._apply(event)) is not None]
+        self.stopped = self.stopped or bool(stops)
+        return stops[0] if stops else None
+
+    def _check(self, event: Event) -> None:
+        if not isinstance(event, Event):
+            raise ProtocolError(f"{event!r} is not an event.", fix="This is a bug in the executor; please report it.")
+        if event.at_us < self.now_us:
+            raise ProtocolError(f"{event} lies before {self.now_us} us, the time of the last event.", fix="Report in order.")
+        if isinstance(event, RunStarted) == self.started:
+            what = "The run has started twice." if self.started else f"{event} arrived before the run has started."
+            raise ProtocolError(what, fix="Send RunStarted once, as the first event.")
+        if isinstance(event, Finished | CommandFailed):
+            self._check_command(event)
+        elif isinstance(event, WorkerLost | WorkerJoined | WorkerOverdue):
+            worker = self.workers.get(event.worker)
+            if worker is None or worker.alive == isinstance(event, WorkerJoined):
+                known = "no worker of this run" if worker is None else "alive" if worker.alive else "lost"
+                raise ProtocolError(f"{event} cannot be: the worker is {known}.", fix="This is a bug in the executor.")
+        elif isinstance(event, TrajectoryLost):
+            step = self.steps.get(event.micro_batch.step)
+            if step is None:
+                raise ProtocolError(f"{event}: step {event.micro_batch.step} is not open.", fix="This is a bug in the executor.")
+            step.target(event.micro_batch.index, None, Move.LOSE)
+
+    def _check_command(self, event: Finished | CommandFailed) -> None:
+        worker = self.workers.get(event.command.worker) if isinstance(event.command, WorkerCommand) else None
+        if worker is None or (worker.running is not event.command and worker.running != event.command):
+            running = worker.running if worker else "no worker of this run"
+            raise ProtocolError(
+                f"The end of {event.command} was reported, which its worker was not doing.",
+                why=f"It is: {running}.",
+                fix="This is a bug in the executor; please report it with the run's trace.jsonl.",
+            )
+        if isinstance(event, Finished) and (event.outcome is not None) != isinstance(event.command, OptimizerStep):
+            raise ProtocolError(
+                f"{event.command} ended with outcome {event.outcome}.",
+                why="An optimizer step has an outcome, and nothing else has one.",
+                fix="This is a bug in the executor; please report it.",
+            )
+
+    def _in_order(self, events: tuple[Event, ...]) -> list[Event]:
+        """Completions of one instant by index of the worker, the trainer last; losses of trajectories after them."""
+        if len(events) == 1:
+            return list(events)
+        return sorted(events, key=self._rank)
+
+    def _rank(self, event: Event) -> int:
+        if isinstance(event, RunStarted | TrajectoryLost):
+            return len(self.workers)
+        name = event.command.worker if isinstance(event, Finished | CommandFailed) else event.worker
+        return self.workers[name].index
+
+    def _apply(self, event: Event) -> StopRun | None:
+        self.now_us = event.at_us
+        match event:
+            case Finished():
+                return self._finish(event)
+            case RunStarted():
+                self.started = True
+            case CommandFailed():
+                self._free(self.workers[event.command.worker])
+                return self._give_back(event.command, event.error)
+            case WorkerLost():
+                return self._lose(event)
+            case WorkerJoined():
+                worker = self.workers[event.worker]
+                worker.alive, worker.policy_version = True, -1
+                self.look_at_all = True
+            case WorkerOverdue():
+                self.workers[event.worker].overdue = True
+                self._reopen_bubble()
+            case TrajectoryLost():
+                self.steps[event.micro_batch.step].move(event.micro_batch.index, None, Move.LOSE)
+                self._reopen_bubble()
+        return None
+
+    def _finish(self, event: Finished) -> StopRun | None:
+        command = event.command
+        worker = self.workers[command.worker]
+        if self.settings.costs is None:
+            self._observe(worker, command, event.at_us - worker.started_us)
+        self._free(worker)
+        match command:
+            case Generate():
+                inline = self.settings.scoring == "inline"
+                move = Move.FINISH_SCORED if inline else Move.FINISH
+                self.steps[command.micro_batch.step].move(command.micro_batch.index, Generate, move)
+            case Score() | Accumulate():
+                self.steps[command.micro_batch.step].move(command.micro_batch.index, type(command), Move.FINISH)
+            case Encode():
+                self.steps[command.step].encoded = True
+                self.look_at_all = True
+            case SyncWeights():
+                worker.policy_version = command.policy_version
+            case Evaluate():
+                self.evaluations.remove(command.policy_version)
+            case SwitchMode():
+                self.trainer_generating = command.generating
+            case OptimizerStep():
+                return self._close_update(event)
+        return None
+
+    def _observe(self, worker: Worker, command: WorkerCommand, ticks: int) -> None:
+        task = _TASKS.get(type(command))
+        if isinstance(command, Generate | Score | Accumulate):
+            last = command.micro_batch.index == self.settings.micro_batches - 1
+            if last and self.settings.partial_last:
+                return
+            if isinstance(command, Generate) and worker is self.trainer:
+                task = Task.TAG
+        elif isinstance(command, SwitchMode):
+            task = Task.SWITCH_IN if command.generating else Task.SWITCH_OUT
+        if task is not None:
+            self.estimates.observe(task, worker.index, ticks)
+
+    def _close_update(self, event: Finished) -> StopRun | None:
+        step = self.steps[self.policy_version]
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if event.outcome is StepOutcome.VOIDED else 0
+        step.update += 1
+        if step.update == self.settings.updates_per_rollout:
+            del self.steps[self.policy_version]
+            self.policy_version += 1
+            self.open(self.policy_version)
+            self.look_at_all = True
+        if self.skipped_in_a_row < self.settings.max_skipped_steps:
+            return None
+        first = step.step - (self.skipped_in_a_row - 1) // self.settings.updates_per_rollout
+        return StopRun(
+            reason=f"{self.skipped_in_a_row} optimizer steps in a row were voided because the gradient was not finite "
+            f"(steps {first} to {step.step})"
+        )
+
+    def _lose(self, event: WorkerLost) -> StopRun | None:
+        worker = self.workers[event.worker]
+        worker.alive = False
+        self._reopen_bubble()
+        command = worker.running
+        if command is not None:
+            self._free(worker)
+        if worker is self.trainer:
+            return StopRun(reason=f"the trainer {worker.name} was lost{_because(event.error)}")
+        return self._give_back(command, event.error or "its worker was lost") if command is not None else None
+
+    def _give_back(self, command: WorkerCommand, error: str) -> StopRun | None:
+        """A command was not carried out: what it worked on waits again. Stops the run when it has failed too often."""
+        self._reopen_bubble()
+        if isinstance(command, Encode):
+            self.steps[command.step].encoding = False
+        if not isinstance(command, Generate | Score):
+            # An update that failed half-way has touched the gradient, and a step cannot be taken twice.
+            harmless = isinstance(command, Encode | SyncWeights | Evaluate)
+            return None if harmless else StopRun(reason=f"{type(command).__name__} failed{_because(error)}")
+        step, index = self.steps[command.micro_batch.step], command.micro_batch.index
+        step.move(index, type(command), Move.FAIL)
+        step.attempts[index] += 1
+        if step.attempts[index] < self.settings.max_attempts:
+            return None
+        first = index * self.settings.groups_per_micro_batch
+        prompts = f"prompts {first} to {first + self.settings.groups_per_micro_batch - 1}"
+        return StopRun(
+            reason=f"micro-batch {command.micro_batch} ({prompts} of step {step.step}, all their samples) has failed "
+            f"{step.attempts[index]} times{_because(error)}"
+        )
+
+    def _reopen_bubble(self) -> None:
+        if self.step is not None:
+            self.step.bubble_closed = False
+        self.look_at_all = True
+
+    def _free(self, worker: Worker) -> None:
+        worker.running, worker.overdue = None, False
+        self.outstanding -= 1
+
+
+_TASKS: dict[type[WorkerCommand], Task] = {
+    Generate: Task.GENERATE,
+    Score: Task.SCORE,
+    Accumulate: Task.UPDATE,
+    OptimizerStep: Task.OPTIMIZER,
+    SyncWeights: Task.SYNC,
+}
+
+
+def _subject(event: Event) -> object:
+    """What an event is about: a worker, a micro-batch, or the run."""
+    if isinstance(event, Finished | CommandFailed):
+        return event.command.worker
+    if isinstance(event, TrajectoryLost):
+        return event.micro_batch
+    return event.worker if isinstance(event, WorkerLost | WorkerJoined | WorkerOverdue) else None
+
+
+def _because(error: str) -> str:
+    return f": {error}" if error else ""
