@@ -15,6 +15,7 @@ from digenrl.config.model_folder import ModelFolder
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import load_prompts
 from digenrl.data.sampler import PromptSampler
+from digenrl.scheduling.micro_batches import cut_into_micro_batches, idle_share, spread_over_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
     what = "full fine-tuning" if recipe.model.lora is None else f"LoRA of rank {recipe.model.lora.rank}"
     print(f"model: {recipe.model.type} ({where}), {what}, {recipe.model.dtype}")
     print(f"data: {found.prompts} prompts, {recipe.train.steps} steps")
-    for line in sums.lines():
+    for line in (*sums.lines(), *_spread_lines(recipe)):
         print(line)
     for warning in found.warnings:
         print(f"warning: {warning}")
@@ -69,3 +70,22 @@ def inspect(recipe: Recipe) -> Inspection:
         if both:
             warnings.append(f"{len(both)} prompts of eval.prompts are also trained on, for example {min(both)!r}")
     return Inspection(folder=folder, prompts=len(loaded.prompts), warnings=tuple(warnings))
+
+
+def _spread_lines(recipe: Recipe) -> list[str]:
+    """How the samples of full and last micro-batches fall onto the ranks of each pool of replicas, and what unevenness costs."""
+    if recipe.cluster.placement == "inline":
+        return []
+    axis, samples = recipe.schedule.micro_batching, recipe.rollout.num_generations
+    cut = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch)
+    lines = []
+    for pool in recipe.cluster.generators:
+        for name, micro_batch in {len(m.prompts): (n, m) for n, m in (("last", cut[-1]), ("full", cut[0]))}.values():
+            shares = [len(share) for share in spread_over_ranks(micro_batch, samples, pool.ranks, axis)]
+            idle = idle_share(micro_batch, samples, pool.ranks, axis)
+            each = f"{max(shares)}" if min(shares) == max(shares) else f"{min(shares)} to {max(shares)}"
+            lines.append(
+                f"{pool.replicas} replicas of {pool.ranks} ranks: {sum(shares)} samples of a {name} micro-batch, "
+                f"{each} a rank, ranks idle {idle:.0%}".replace("%", " %")
+            )
+    return lines

@@ -65,6 +65,54 @@ def digest(run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A fini
     run(run_folder)
 
 
+Source = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE_OR_COSTS", help="A preset, a costs file (YAML), a run's trace.jsonl, or a recipe."),
+]
+
+
+@app.command()
+def simulate(
+    source: Source,
+    overrides: Overrides = None,
+    steps: Annotated[int | None, typer.Option(help="RL steps to simulate.", min=1)] = None,
+    as_json: AsJson = False,
+    trace: Annotated[str | None, typer.Option(metavar="FILE", help="Write the trace of the simulated run.")] = None,
+) -> None:
+    """Run the schedule on a virtual clock: step time, bubbles, TAG and staleness, before any GPU is rented."""
+    from digenrl.cli.simulate import run
+
+    run(source, overrides or [], steps=steps, as_json=as_json, trace=trace)
+
+
+@app.command()
+def plan(
+    source: Source,
+    overrides: Overrides = None,
+    devices: Annotated[int, typer.Option(help="Devices to share out.", min=1)] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Compare placements, pool splits, micro-batches, TAG policies and staleness for a number of devices."""
+    from digenrl.cli.plan import run
+
+    run(source, overrides or [], devices=devices, as_json=as_json)
+
+
+@app.command()
+def trace(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A trace.jsonl of a run or a simulation.")],
+    gantt: Annotated[str | None, typer.Option(metavar="OUT.svg", help="Draw a Gantt chart.")] = None,
+    chrome: Annotated[str | None, typer.Option(metavar="OUT.json", help="Write a trace for ui.perfetto.dev.")] = None,
+    utilization: Annotated[bool, typer.Option("--utilization", help="Busy and bubble shares, step times, staleness.")] = False,
+    replay: Annotated[bool, typer.Option("--replay", help="Check that a fresh scheduler repeats every command.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look at the record of a run: a timeline here, charts, sums, and the proof that it replays."""
+    from digenrl.cli.trace import run
+
+    run(file, gantt=gantt, chrome=chrome, utilization=utilization, replay=replay, as_json=as_json)
+
+
 def main() -> None:
     """Entry point: a user's own mistakes are shown without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -45,7 +45,7 @@ def step_arithmetic(recipe: Recipe) -> StepArithmetic:
     """The sizes of one step of this recipe, without loading anything."""
     rollout = recipe.rollout
     groups = rollout.prompts_per_step
-    per_micro_batch = recipe.schedule.groups_per_micro_batch
+    per_micro_batch = recipe.groups_in_micro_batch
     micro_batches = -(-groups // per_micro_batch)
     full, last = per_micro_batch * rollout.num_generations, _last_micro_batch(recipe)
     rollout_batches = (micro_batches - 1) * -(-full // rollout.forward_batch_size) - (-last // rollout.forward_batch_size)
@@ -85,7 +85,7 @@ def padding_advice(recipe: Recipe) -> str | None:
     if step_arithmetic(recipe).rollout_padding == 0:
         return None
     asked = recipe.rollout.forward_batch_size
-    full = recipe.schedule.groups_per_micro_batch * recipe.rollout.num_generations
+    full = recipe.groups_in_micro_batch * recipe.rollout.num_generations
     # The last micro-batch may be smaller, and is a whole number of groups too: what divides both divides all.
     common = math.gcd(full, _last_micro_batch(recipe))
     divisors = {size for d in range(1, math.isqrt(common) + 1) if common % d == 0 for size in (d, common // d)}
@@ -95,5 +95,5 @@ def padding_advice(recipe: Recipe) -> str | None:
 
 def _last_micro_batch(recipe: Recipe) -> int:
     """Samples of the last micro-batch of a step."""
-    groups, per_micro_batch = recipe.rollout.prompts_per_step, recipe.schedule.groups_per_micro_batch
+    groups, per_micro_batch = recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch
     return (groups % per_micro_batch or per_micro_batch) * recipe.rollout.num_generations

@@ -22,6 +22,7 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
     if check is not None:
         check(recipe)
     _check_sizes(recipe)
+    _check_schedule(recipe)
     _check_guidance(recipe)
     return _check_model(recipe)
 
@@ -37,6 +38,29 @@ def _check_sizes(recipe: Recipe) -> None:
     if all(reward.weight == 0 for reward in recipe.rewards):
         raise ConfigError(
             "All weights in rewards are 0.", why="Every sample would have the same reward.", fix="Give one a weight of 1."
+        )
+
+
+def _check_schedule(recipe: Recipe) -> None:
+    schedule, placement = recipe.schedule, recipe.cluster.placement
+    helped = f"schedule.tag: {schedule.tag}" if schedule.tag != "never" else "schedule.max_stale_fraction"
+    if (schedule.tag != "never" or schedule.max_stale_fraction) and placement != "disaggregated":
+        raise ConfigError(
+            f"{helped} needs cluster.placement: disaggregated, and it is {placement}.",
+            why="Where the same devices generate and train in turn, there is no idle trainer to help and no pool to run ahead.",
+            fix="Set cluster.placement=disaggregated, or schedule.tag=never and schedule.max_stale_fraction=0.",
+        )
+    micro_batches = -(-recipe.rollout.prompts_per_step // recipe.groups_in_micro_batch)
+    if schedule.tag_static > micro_batches:
+        raise ConfigError(
+            f"schedule.tag_static ({schedule.tag_static}) is more than the {micro_batches} micro-batches of a step.",
+            fix=f"Use at most {micro_batches}.",
+        )
+    if schedule.micro_batching == "batch_axis" and len({pool.ranks for pool in recipe.cluster.generators}) > 1:
+        raise ConfigError(
+            "schedule.micro_batching: batch_axis needs generator pools with equal ranks.",
+            why="A micro-batch has one group for each rank, and any replica may get it.",
+            fix="Give all cluster.generators the same ranks, or use generation_axis.",
         )
 
 

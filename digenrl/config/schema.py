@@ -159,13 +159,61 @@ class EvalSection(Section):
 class ScheduleSection(Section):
     """How work is cut into micro-batches and in which order it is done."""
 
-    groups_per_micro_batch: int = Field(default=1, ge=1, le=_MOST, description="Whole prompt groups in one micro-batch (GAP).")
+    micro_batching: Literal["generation_axis", "batch_axis", "none"] = Field(
+        default="generation_axis",
+        description="How a step becomes micro-batches: whole groups whose samples are spread over the ranks of a replica (GAP); "
+        "another group for each rank; or the whole step as one.",
+    )
+    groups_per_micro_batch: int = Field(
+        default=1, ge=1, le=_MOST, description="Whole prompt groups in one micro-batch (for each rank along the batch axis)."
+    )
     update_order: Literal["arrival", "index"] = Field(
         default="arrival", description="Accumulate micro-batches as they are scored, or strictly by index."
     )
     update_after: Literal["group", "step"] = Field(
         default="group", description="Accumulate a micro-batch once it is scored, or hold all until the step is scored."
     )
+    tag: Literal["never", "static", "greedy", "bts", "bts_plus"] = Field(
+        default="never", description="When a trainer with nothing to update generates (TAG); needs a trainer of its own."
+    )
+    tag_static: int = Field(
+        default=0, ge=0, le=_MOST, description="Micro-batches the trainer generates in a step with `tag: static`."
+    )
+    max_stale_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the next step's micro-batches that may be generated with the present weights (TCSS); 0 is strictly "
+        "on-policy. Needs a trainer of its own.",
+    )
+    max_attempts: int = Field(default=3, ge=1, le=_MOST, description="Failures of one micro-batch that stop the run.")
+
+
+class GeneratorPool(Section):
+    """Generators of one kind."""
+
+    replicas: int = Field(default=1, ge=1, le=4096, description="Generator replicas: each works on one micro-batch at a time.")
+    ranks: int = Field(default=1, ge=1, le=4096, description="Devices of one replica, which share a micro-batch's samples.")
+
+
+class TrainerPool(Section):
+    """The trainer's devices."""
+
+    ranks: int = Field(default=1, ge=1, le=4096, description="Devices of the trainer.")
+
+
+class ClusterSection(Section):
+    """Which devices do what."""
+
+    placement: Literal["inline", "disaggregated", "colocated"] = Field(
+        default="inline",
+        description="One process for everything; a generator pool and a trainer pool; or all devices in both roles, in turn. "
+        "`digenrl train` runs inline so far; simulate and plan know all three.",
+    )
+    generators: tuple[GeneratorPool, ...] = Field(
+        default=(GeneratorPool(),), min_length=1, description="Generator pools, each with `replicas` and `ranks`."
+    )
+    trainer: TrainerPool = Field(default_factory=TrainerPool, description="The trainer pool.")
 
 
 class LogSection(Section):
@@ -187,6 +235,7 @@ class Recipe(Section):
     train: TrainSection
     eval: EvalSection | None = None
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
     log: LogSection = Field(default_factory=LogSection)
 
     @field_validator("rewards")
@@ -203,6 +252,15 @@ class Recipe(Section):
     def update_order(self) -> Literal["arrival", "index"]:
         """``schedule.update_order``, or ``index`` where ``train.deterministic`` implies it."""
         return "index" if self.train.deterministic else self.schedule.update_order
+
+    @property
+    def groups_in_micro_batch(self) -> int:
+        """Prompt groups of one full micro-batch, as ``schedule.micro_batching`` cuts a step."""
+        schedule, prompts = self.schedule, self.rollout.prompts_per_step
+        if schedule.micro_batching == "none":
+            return prompts
+        ranks = self.cluster.generators[0].ranks if schedule.micro_batching == "batch_axis" else 1
+        return min(prompts, schedule.groups_per_micro_batch * ranks)
 
     def to_plain(self) -> dict[str, Any]:
         """The recipe as it is written in YAML: a component's settings stand beside its type."""

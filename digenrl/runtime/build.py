@@ -86,7 +86,7 @@ def wire_inline_run(
 
 def inline_settings(recipe: Recipe) -> SchedulerSettings:
     """The schedule of a recipe on one worker that does everything in turn."""
-    micro_batches = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.schedule.groups_per_micro_batch)
+    micro_batches = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch)
     return SchedulerSettings(
         steps=recipe.train.steps,
         micro_batches=len(micro_batches),
@@ -94,7 +94,10 @@ def inline_settings(recipe: Recipe) -> SchedulerSettings:
         trainer=INLINE_WORKER,
         update_order=recipe.update_order,
         update_after=recipe.schedule.update_after,
+        max_attempts=recipe.schedule.max_attempts,
         max_skipped_steps=recipe.train.max_skipped_steps,
+        partial_last=recipe.rollout.prompts_per_step % recipe.groups_in_micro_batch != 0,
+        groups_per_micro_batch=recipe.groups_in_micro_batch,
         evaluate_at=evaluation_versions(recipe),
     )
 

@@ -50,7 +50,7 @@ class Ledger:
         self._sampler = sampler
         self._algorithm = algorithm
         self._num_generations = recipe.rollout.num_generations
-        self._micro_batches = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.schedule.groups_per_micro_batch)
+        self._micro_batches = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch)
         self._batch_statistics = recipe.schedule.update_after == "step"
         self._steps: dict[int, StepRecord] = {}
 

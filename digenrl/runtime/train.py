@@ -9,6 +9,7 @@ import numpy as np
 from digenrl.config.checks import check_recipe
 from digenrl.config.schema import Recipe
 from digenrl.driver import drive
+from digenrl.errors import ConfigError
 from digenrl.metrics.console import RunConsole
 from digenrl.metrics.log import MetricsLog, read_metrics
 from digenrl.metrics.plots import plot_reward
@@ -28,6 +29,12 @@ def train(recipe: Recipe) -> dict[str, object]:
     """
     began = time.monotonic()
     check_recipe(recipe)
+    if recipe.cluster.placement != "inline":
+        raise ConfigError(
+            f"cluster.placement: {recipe.cluster.placement} cannot be trained with yet.",
+            why="This version trains in one process; the pools are simulated and planned with the same scheduler.",
+            fix="Use cluster.placement=inline, or look at the schedule with `digenrl simulate` and `digenrl plan`.",
+        )
     path = RunFolder.choose_path(recipe)
     console = RunConsole(recipe.train.steps)
     workers, ledger = build_workers(recipe)

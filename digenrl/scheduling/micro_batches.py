@@ -21,25 +21,11 @@ class MicroBatch:
     """Prompt indices of the step; all samples of each."""
 
 
-def cut_into_micro_batches(
-    prompts_per_step: int,
-    groups_per_micro_batch: int,
-    micro_batching: MicroBatching = "generation_axis",
-    ranks: int = 1,
-) -> tuple[MicroBatch, ...]:
-    """The micro-batches of a step; the same cut in every step.
-
-    generation_axis: ``groups_per_micro_batch`` groups, their samples spread over the ranks of one replica.
-    batch_axis: as many groups for each of the ``ranks`` (the baseline: fewer and larger units). none: the whole step.
-    """
-    size = {
-        "generation_axis": groups_per_micro_batch,
-        "batch_axis": groups_per_micro_batch * ranks,
-        "none": prompts_per_step,
-    }[micro_batching]
-    starts = range(0, prompts_per_step, size)
+def cut_into_micro_batches(prompts_per_step: int, groups: int) -> tuple[MicroBatch, ...]:
+    """The micro-batches of a step, ``groups`` prompt groups each; the same cut in every step."""
+    starts = range(0, prompts_per_step, groups)
     return tuple(
-        MicroBatch(index, tuple(range(start, min(start + size, prompts_per_step)))) for index, start in enumerate(starts)
+        MicroBatch(index, tuple(range(start, min(start + groups, prompts_per_step)))) for index, start in enumerate(starts)
     )
 
 

@@ -426,3 +426,23 @@ def test_the_app_itself_can_be_called_by_typer_s_runner() -> None:
     result = CliRunner().invoke(app, ["check", QUICKSTART])
     assert result.exit_code == 0
     assert result.output.endswith("ok\n")
+
+
+def test_check_says_how_samples_fall_onto_ranks_and_what_unevenness_costs(digenrl: Call) -> None:
+    answer = digenrl("check", QUICKSTART, "cluster.placement=disaggregated", "cluster.generators=[{replicas: 2, ranks: 5}]")
+    assert answer.code == 0
+    assert "2 replicas of 5 ranks: 36 samples of a full micro-batch, 7 to 8 a rank, ranks idle 10 %" in answer.out
+
+
+def test_a_placement_that_cannot_be_trained_with_yet_is_refused_before_anything_starts(digenrl: Call, tmp_path: Path) -> None:
+    answer = digenrl("train", QUICKSTART, "cluster.placement=disaggregated", f"run.output_dir={tmp_path / 'run'}")
+    assert answer.code == 2
+    assert "simulate" in answer.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("override", ["schedule.tag=greedy", "schedule.max_stale_fraction=0.25"])
+def test_tag_and_staleness_need_a_trainer_of_their_own(digenrl: Call, override: str) -> None:
+    answer = digenrl("check", QUICKSTART, override)
+    assert answer.code == 2
+    assert "cluster.placement" in answer.err

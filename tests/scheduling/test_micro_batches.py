@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.scheduling.micro_batches import MicroBatch, cut_into_micro_batches
+from digenrl.scheduling.micro_batches import MicroBatch, cut_into_micro_batches, idle_share, spread_over_ranks
 
 
 @settings(max_examples=300, deadline=None, database=None)
@@ -22,3 +23,21 @@ def test_ten_prompts_by_four_are_four_and_four_and_two() -> None:
         MicroBatch(1, (4, 5, 6, 7)),
         MicroBatch(2, (8, 9)),
     )
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.integers(1, 6), st.integers(1, 24), st.integers(1, 16), st.sampled_from(["generation_axis", "batch_axis"]))
+def test_every_sample_is_on_exactly_one_rank_and_shares_are_balanced(groups: int, samples: int, ranks: int, axis: str) -> None:
+    micro_batch = MicroBatch(0, tuple(range(groups)))
+    shares = spread_over_ranks(micro_batch, samples, ranks, axis)
+    assert sorted(pair for share in shares for pair in share) == [(p, s) for p in range(groups) for s in range(samples)]
+    sizes = [len(share) for share in shares]
+    assert len(sizes) == ranks
+    assert max(sizes) - min(sizes) <= (1 if axis == "generation_axis" else samples)
+
+
+def test_an_uneven_spread_costs_what_the_waiting_ranks_would_have_done() -> None:
+    group = MicroBatch(0, (0,))
+    assert idle_share(group, 12, 4, "generation_axis") == 0
+    assert idle_share(group, 12, 5, "generation_axis") == pytest.approx(1 - 12 / 15)
+    assert idle_share(group, 12, 4, "batch_axis") == pytest.approx(3 / 4), "one group keeps one of four ranks busy"
