@@ -198,7 +198,7 @@ class ScheduleState:
             last = command.micro_batch.index == self.settings.micro_batches - 1
             if last and self.settings.partial_last:
                 return
-            if isinstance(command, Generate) and worker is self.trainer:
+            if isinstance(command, Generate) and worker is self.trainer and not self.settings.one_pool:
                 task = Task.TAG
         elif isinstance(command, SwitchMode):
             task = Task.SWITCH_IN if command.generating else Task.SWITCH_OUT

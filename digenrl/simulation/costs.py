@@ -39,8 +39,9 @@ class SimulationCosts:
             values = getattr(self, name)
             for index, value in enumerate(values or ()):
                 _check(f"{name}[{index}]", value, allow_zero=False)
-        if not self.generate:
-            raise ConfigError("costs.generate is empty.", fix="Give one duration per generator replica.")
+        for name in ("generate", "score"):
+            if getattr(self, name) == ():
+                raise ConfigError(f"costs.{name} is empty.", fix="Give one duration per replica.")
         _check("update", self.update, allow_zero=False)
         if self.tag is not None:
             _check("tag", self.tag, allow_zero=False)
