@@ -88,7 +88,8 @@ def _rows(timeline: Spans) -> tuple[list[_Row], float]:
 def _heading(timeline: Spans, scale: Scale, width: int) -> Iterator[str]:
     settings, use = timeline.settings, utilization(timeline)
     simulated = ", simulated" if timeline.source == "simulation" else ""
-    count = f"{settings.steps} step{'s' if settings.steps != 1 else ''} of {settings.micro_batches} micro-batches"
+    steps, batches = ("s" if number != 1 else "" for number in (settings.steps, settings.micro_batches))
+    count = f"{settings.steps} step{steps} of {settings.micro_batches} micro-batch{'e' if batches else ''}{batches}"
     whole = scale.start_us <= timeline.start_us and scale.end_us >= timeline.end_us
     part = "" if whole else f", {scale.start_us / 1e6:g} to {scale.end_us / 1e6:g} s"
     title = f"Schedule of {count}{simulated}{part}"

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import pickle
 import random
+import tempfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from digenrl.driver import drive
 from digenrl.errors import ProtocolError
 from digenrl.ids import MicroBatchId, WorkerId
 from digenrl.scheduling.commands import (
@@ -45,6 +48,10 @@ from digenrl.scheduling.events import (
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.scheduling.step_model import StepCosts
+from digenrl.simulation.costs import SimulationCosts
+from digenrl.simulation.executor import Disturbance, SimulatedExecutor
+from digenrl.trace.record import TraceWriter, read_trace
+from digenrl.trace.replay import replay
 
 TRAINER = WorkerId("trainer")
 POOL = tuple(WorkerId(f"generator-{i}") for i in range(4))
@@ -400,10 +407,6 @@ def test_with_all_generators_lost_the_trainer_generates_rather_than_wait() -> No
 
 
 def test_one_slow_sample_does_not_lock_a_replica_out_for_good() -> None:
-    from digenrl.driver import drive
-    from digenrl.simulation.costs import SimulationCosts
-    from digenrl.simulation.executor import Disturbance, SimulatedExecutor
-
     names = tuple(WorkerId(f"g{i}") for i in range(16))
     setup = SchedulerSettings(steps=6, micro_batches=48, generators=names, trainer=TRAINER, tag="bts_plus")
     costs = SimulationCosts(generate=(1.0,) * 16, score=(0.05,) * 16, update=0.05, tag=1.0)
@@ -416,3 +419,16 @@ def test_one_slow_sample_does_not_lock_a_replica_out_for_good() -> None:
     stragglers = Disturbance(jitter=0.05, straggler_share=0.1, straggler_factor=6.0, seed=1)
     drive(Scheduler(setup), SimulatedExecutor(setup, costs, stragglers), Recorder(), command_timeout_s=1)
     assert set(names) <= set(last_step)
+
+
+@given(schedules(), st.integers(0, 2**32), st.sampled_from([0.05, 0.3]))
+@settings(max_examples=60, deadline=None, database=None)
+def test_the_record_of_a_troubled_run_replays_to_identical_commands(setup: SchedulerSettings, seed: int, trouble: float) -> None:
+    chaos = Chaos(setup, random.Random(seed), trouble)
+    chaos.run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        with TraceWriter(path, setup) as trace:
+            for events, commands in chaos.log:
+                trace.record(events, commands)
+        assert replay(read_trace(path)) == sum(len(commands) for _, commands in chaos.log)
