@@ -6,13 +6,15 @@ Invariant: inside ``reference()`` the network is the starting model, and afterwa
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from digenrl.config.schema import Recipe
+from digenrl.errors import ConfigError
 from digenrl.models.base import ModelAdapter
 from digenrl.models.lora import add_lora
 
@@ -59,3 +61,18 @@ class Policy:
             yield
         finally:
             self.adapter.transformer = network
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], *, source: str) -> None:
+        """Take over weights by name, bit for bit. Raises ConfigError unless names and shapes are exactly the trained ones."""
+        wanted = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if wanted != found:
+            odd = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+            raise ConfigError(
+                f"{source} holds weights of another model: {len(odd)} of {len(wanted)} differ, for example {odd[0]!r}.",
+                why="Weights are loaded completely or not at all.",
+                fix="Use the recipe and the base model that the run was made with.",
+            )
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
