@@ -56,9 +56,13 @@ def drive(scheduler: Scheduler, executor: Executor, recorder: Recorder | None, *
         if scheduler.finished:
             return
         events = executor.next_events(command_timeout_s)
-    running = [str(worker.running) for worker in scheduler.state.workers.values() if worker.running]
+    workers = scheduler.state.workers.values()
+    waiting = [str(worker.running) for worker in workers if worker.running]
+    lost = [str(worker.name) for worker in workers if not worker.alive]
+    if not waiting and lost:
+        waiting = [f"lost workers that nobody can stand in for to come back: {', '.join(lost)}"]
     raise WorkerError(
         f"Nothing happened for {command_timeout_s:g} s.",
-        why=f"Waiting for: {'; '.join(running) or 'nothing'}.",
-        fix="Look at the worker's log; a longer command needs a longer deadline.",
+        why=f"Waiting for: {'; '.join(waiting) or 'nothing'}.",
+        fix="Look at the workers' logs; a longer command needs a longer deadline.",
     )

@@ -1,8 +1,9 @@
-"""Names of things, ordered and hashable; no behaviour. Everything that crosses a process border carries one of these."""
+"""Names of things, ordered and hashable, and of outcomes; no behaviour. All that crosses a process border carries one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NewType
 
 PolicyVersion = NewType("PolicyVersion", int)
@@ -36,3 +37,13 @@ class MicroBatchId:
 
     def __str__(self) -> str:
         return f"{self.step}.{self.index}"
+
+
+class StepOutcome(StrEnum):
+    """How an optimizer step ended. The policy version advances in all three cases."""
+
+    APPLIED = "applied"
+    EMPTY = "empty"
+    """Z = 0: no valid pair to learn from; weights and optimizer unchanged."""
+    VOIDED = "voided"
+    """The gradient was not finite; weights and optimizer unchanged."""

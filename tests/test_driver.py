@@ -9,9 +9,9 @@ import pytest
 
 from digenrl.driver import drive
 from digenrl.errors import ProtocolError, RunFailed, WorkerError
-from digenrl.ids import WorkerId
+from digenrl.ids import StepOutcome, WorkerId
 from digenrl.scheduling.commands import Generate, OptimizerStep, WorkerCommand
-from digenrl.scheduling.events import Event, Finished, StepOutcome
+from digenrl.scheduling.events import Event, Finished, WorkerLost
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.trace.record import TraceWriter, read_trace
@@ -116,3 +116,14 @@ def test_an_executor_that_lies_is_a_protocol_error(tmp_path: Path) -> None:
 
     with pytest.raises(ProtocolError, match="which its worker was not doing"):
         run(schedule(), Liar(), tmp_path / "trace.jsonl")
+
+
+def test_a_run_that_waits_for_lost_workers_names_them(tmp_path: Path) -> None:
+    class Loses(InstantExecutor):
+        def next_events(self, timeout_s: float) -> Sequence[Event]:
+            lost, self._lost = getattr(self, "_lost", list(GENERATORS)), []
+            return [WorkerLost(at_us=self.now_us(), worker=worker) for worker in lost]
+
+    with pytest.raises(WorkerError) as caught:
+        run(schedule(), Loses(), tmp_path / "trace.jsonl")
+    assert "to come back: generator-0, generator-1" in caught.value.why

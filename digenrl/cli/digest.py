@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
+from digenrl.config.text import expand_home
 from digenrl.runtime.run_folder import RunFolder
-from digenrl.training.digest import digest_of_folder
+from digenrl.training.checkpoint import load_newest
+from digenrl.training.digest import digests
 
 
 def run(run_folder: str) -> None:
-    """Print the digests of the weights that a run has written."""
-    print(json.dumps(digest_of_folder(RunFolder(Path(run_folder)).final), indent=2))
+    """Print the digests of the weights of a run's newest checkpoint."""
+    checkpoint, _ = load_newest(RunFolder(expand_home(run_folder, where="RUN")).checkpoints)
+    print(json.dumps(digests(checkpoint.weights), indent=2))

@@ -31,11 +31,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
-def train(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Train as a recipe says; the run folder holds metrics, samples, trace, weights and a summary."""
+def train(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe; left out with --resume RUN.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN|auto", help="Go on with a run; auto: with the one in run.output_dir, if there is one."),
+    ] = None,
+) -> None:
+    """Train as a recipe says; the run folder holds metrics, samples, trace, checkpoints and a summary."""
     from digenrl.cli.train import run
 
-    run(recipe, overrides or [])
+    run(recipe, overrides or [], resume=resume)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from digenrl.errors import ConfigError, ProtocolError
 from digenrl.trace.chrome import chrome_trace
 from digenrl.trace.gantt import svg_gantt
 from digenrl.trace.record import Trace, read_trace
-from digenrl.trace.replay import replay as replay_trace
+from digenrl.trace.replay import replay_to_the_end
 from digenrl.trace.spans import spans
 from digenrl.trace.terminal import text_gantt
 from digenrl.trace.timeline import Mark, Spans
@@ -26,9 +26,10 @@ def run(path: str, *, gantt: str | None, chrome: str | None, utilization: bool, 
     found: dict[str, object] = {}
     lines = [*use.lines(), ""] if utilization else []
     if replay:
-        count = _replayed(trace)
-        found["replayed_commands"] = count
-        lines.append(f"replay: {count} of {count} commands identical")
+        count, complete = _replayed(trace)
+        found |= {"replayed_commands": count, "complete": complete}
+        end = "" if complete else "; the record stops before the run's end"
+        lines.append(f"replay: {count} of {count} commands identical{end}")
     if gantt is not None:
         _write(gantt, svg_gantt(timeline), "--gantt")
         found["gantt"] = gantt
@@ -46,10 +47,10 @@ def run(path: str, *, gantt: str | None, chrome: str | None, utilization: bool, 
     print("\n".join(lines).rstrip("\n"))
 
 
-def _replayed(trace: Trace) -> int:
-    """Number of commands that a fresh scheduler repeats. Raises ConfigError where it decides otherwise."""
+def _replayed(trace: Trace) -> tuple[int, bool]:
+    """Commands that a fresh scheduler repeats, and whether the record is complete. ConfigError where it decides otherwise."""
     try:
-        return replay_trace(trace)
+        return replay_to_the_end(trace)
     except ProtocolError as error:
         raise ConfigError(error.what, why=error.why, fix=error.fix) from error
 

@@ -3,25 +3,65 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from digenrl.cli.check import inspect
 from digenrl.config.loader import load_recipe
+from digenrl.config.schema import Recipe
+from digenrl.config.text import expand_home
+from digenrl.errors import ConfigError
+
+AUTO = "auto"
 
 
-def run(path: str, overrides: Sequence[str]) -> None:
-    """Train and print what came out."""
-    recipe = load_recipe(path, overrides)
+def run(path: str | None, overrides: Sequence[str], *, resume: str | None) -> None:
+    """Train, or go on with a run, and print what came out."""
+    recipe, folder = _what_to_train(path, overrides, resume)
     inspect(recipe)  # a mistake shows in a second, before torch is imported and a run folder made
     # Before torch is imported: waiting threads must sleep, since spinning costs up to 9 times the wall time on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("OMP_NUM_THREADS", str(recipe.run.threads_per_worker))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from digenrl.runtime.train import train
+    from digenrl.runtime import train
+    from digenrl.runtime.interrupt import StopRequested
 
-    for line in result_lines(train(recipe)):
+    try:
+        summary = train.train(recipe) if folder is None else train.resume(recipe, folder)
+    except StopRequested as stop:
+        print("stopped by a signal; the run is saved, go on with `digenrl train --resume RUN`", file=sys.stderr)
+        sys.exit(stop.exit_code)
+    for line in result_lines(summary):
         print(line)
+
+
+def _what_to_train(path: str | None, overrides: Sequence[str], resume: str | None) -> tuple[Recipe, Path | None]:
+    """The recipe, and the folder of the run to go on with (None: a new run)."""
+    if resume is not None and resume != AUTO:
+        folder = expand_home(resume, where="--resume")
+        if not (folder / "recipe.yaml").is_file():
+            raise ConfigError(
+                f"--resume: {resume!r} is not a run folder: it has no recipe.yaml.",
+                fix="Name the folder that `digenrl train` printed when the run began.",
+            )
+        # The recipe is the run's own, so what stands in its place on the command line is the first override.
+        changes = [*([path] if path is not None else []), *overrides]
+        return load_recipe(folder / "recipe.yaml", changes), folder
+    if path is None:
+        raise ConfigError("There is no recipe to train.", fix="Name one, for example recipes/quickstart.yaml, or --resume RUN.")
+    recipe = load_recipe(path, overrides)
+    if resume is None:
+        return recipe, None
+    if recipe.run.output_dir is None:
+        raise ConfigError(
+            "--resume auto needs run.output_dir.",
+            why="It is the folder in which a run to go on with is looked for.",
+            fix="Add run.output_dir=FOLDER.",
+        )
+    folder = expand_home(recipe.run.output_dir, where="run.output_dir")
+    return recipe, folder if (folder / "recipe.yaml").is_file() else None
 
 
 def result_lines(summary: Mapping[str, object]) -> Iterator[str]:

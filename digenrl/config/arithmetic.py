@@ -47,8 +47,9 @@ def step_arithmetic(recipe: Recipe) -> StepArithmetic:
     groups = rollout.prompts_per_step
     per_micro_batch = recipe.groups_in_micro_batch
     micro_batches = -(-groups // per_micro_batch)
-    full, last = per_micro_batch * rollout.num_generations, _last_micro_batch(recipe)
-    rollout_batches = (micro_batches - 1) * -(-full // rollout.forward_batch_size) - (-last // rollout.forward_batch_size)
+    full, last = (_rank_sizes(recipe, groups, recipe.cluster.generators[0].ranks) for groups in _group_counts(recipe))
+    batches = [sum(-(-size // rollout.forward_batch_size) for size in sizes) for sizes in (full, last)]
+    rollout_batches = (micro_batches - 1) * batches[0] + batches[1]
     samples = groups * rollout.num_generations
     trained = trained_steps(recipe)
     pairs_per_group = rollout.num_generations * trained
@@ -82,18 +83,33 @@ def trained_steps(recipe: Recipe) -> int:
 
 def padding_advice(recipe: Recipe) -> str | None:
     """The forward batch size without padding nearest (as a ratio) to the one asked for, or None where there is no padding."""
-    if step_arithmetic(recipe).rollout_padding == 0:
-        return None
     asked = recipe.rollout.forward_batch_size
-    full = recipe.groups_in_micro_batch * recipe.rollout.num_generations
-    # The last micro-batch may be smaller, and is a whole number of groups too: what divides both divides all.
-    common = math.gcd(full, _last_micro_batch(recipe))
+    sizes = {
+        size
+        for pool in recipe.cluster.generators
+        for groups in _group_counts(recipe)
+        for size in _rank_sizes(recipe, groups, pool.ranks)
+        if size
+    }
+    if all(size % asked == 0 for size in sizes):
+        return None
+    common = math.gcd(*sizes)
     divisors = {size for d in range(1, math.isqrt(common) + 1) if common % d == 0 for size in (d, common // d)}
     best = min(divisors, key=lambda size: (max(size / asked, asked / size), -size))
-    return f"rollout.forward_batch_size={best} divides the samples of every micro-batch: no padding"
+    whose = "micro-batch" if recipe.cluster.placement == "inline" else "rank"
+    return f"rollout.forward_batch_size={best} divides the samples of every {whose}: no padding"
 
 
-def _last_micro_batch(recipe: Recipe) -> int:
-    """Samples of the last micro-batch of a step."""
-    groups, per_micro_batch = recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch
-    return (groups % per_micro_batch or per_micro_batch) * recipe.rollout.num_generations
+def _group_counts(recipe: Recipe) -> tuple[int, int]:
+    """Prompt groups of a full and of the last micro-batch."""
+    prompts, groups = recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch
+    return groups, prompts % groups or groups
+
+
+def _rank_sizes(recipe: Recipe, groups: int, ranks: int) -> list[int]:
+    """Samples of each rank of a replica that works on a micro-batch of so many groups (scheduling/micro_batches.py)."""
+    ranks = 1 if recipe.cluster.placement == "inline" else ranks
+    by_group = recipe.schedule.micro_batching == "batch_axis"
+    units = groups if by_group else groups * recipe.rollout.num_generations
+    each = recipe.rollout.num_generations if by_group else 1
+    return [((rank + 1) * units // ranks - rank * units // ranks) * each for rank in range(ranks)]

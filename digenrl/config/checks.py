@@ -12,7 +12,12 @@ from digenrl.config.model_folder import ModelFolder, inspect_model_folder
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
 
-_PIPELINES = {"sd3": ("StableDiffusion3Pipeline", ("transformer", "vae", "scheduler"))}
+_PIPELINES = {
+    "sd3": (
+        "StableDiffusion3Pipeline",
+        ("transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    )
+}
 _WITHOUT_EMBEDDED_GUIDANCE = {"sd3"}
 
 
@@ -43,8 +48,8 @@ def _check_sizes(recipe: Recipe) -> None:
 
 def _check_schedule(recipe: Recipe) -> None:
     schedule, placement = recipe.schedule, recipe.cluster.placement
-    helped = f"schedule.tag: {schedule.tag}" if schedule.tag != "never" else "schedule.max_stale_fraction"
-    if (schedule.tag != "never" or schedule.max_stale_fraction) and placement != "disaggregated":
+    helped = f"schedule.tag: {recipe.tag}" if recipe.tag != "never" else "schedule.max_stale_fraction"
+    if (recipe.tag != "never" or schedule.max_stale_fraction) and placement != "disaggregated":
         raise ConfigError(
             f"{helped} needs cluster.placement: disaggregated, and it is {placement}.",
             why="Where the same devices generate and train in turn, there is no idle trainer to help and no pool to run ahead.",
@@ -94,6 +99,13 @@ def _check_model(recipe: Recipe) -> ModelFolder | None:
                 f"rollout.{side} ({pixels}) is not a multiple of {folder.pixel_multiple}.",
                 why=f"The VAE shrinks by {folder.vae_scale_factor} and the transformer cuts patches of {folder.patch_size}.",
                 fix=f"Use rollout.{side}={sizes}.",
+            )
+        limit = None if folder.positions is None else folder.positions * folder.pixel_multiple
+        if limit is not None and pixels > limit:
+            raise ConfigError(
+                f"rollout.{side} ({pixels}) is more than the {limit} pixels that this model can draw.",
+                why=f"Its transformer knows {folder.positions} positions per side.",
+                fix=f"Use rollout.{side}={limit} or less.",
             )
     return folder
 

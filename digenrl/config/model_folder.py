@@ -19,8 +19,6 @@ class ModelFolder:
     """The components that ``model_index.json`` names; absent ones (null there) are left out."""
 
     path: Path
-    pipeline: str
-    """diffusers' class name of the pipeline."""
     components: tuple[str, ...]
     """Present components, for example transformer, vae, scheduler, text_encoder."""
     absent: tuple[str, ...]
@@ -29,6 +27,8 @@ class ModelFolder:
     """Pixels per latent, per side."""
     patch_size: int
     """Latents per image token, per side."""
+    positions: int | None
+    """Image tokens that the transformer knows per side; None where it has no such limit."""
 
     @property
     def pixel_multiple(self) -> int:
@@ -66,18 +66,21 @@ def inspect_model_folder(path: Path, *, pipeline: str, required: tuple[str, ...]
             )
     vae, transformer = path / "vae" / "config.json", path / "transformer" / "config.json"
     levels = _read_json(vae).get("block_out_channels", [0] * 4)
-    patch_size = _read_json(transformer).get("patch_size", 1)
+    config = _read_json(transformer)
+    patch_size, positions = config.get("patch_size", 1), config.get("pos_embed_max_size")
     if not isinstance(levels, list) or not levels:
         raise _damaged(vae, f"block_out_channels is {levels!r}, not a list of channels")
     if not isinstance(patch_size, int) or patch_size < 1:
         raise _damaged(transformer, f"patch_size is {patch_size!r}, not a positive number")
+    if positions is not None and (not isinstance(positions, int) or positions < 1):
+        raise _damaged(transformer, f"pos_embed_max_size is {positions!r}, not a positive number")
     return ModelFolder(
         path=path,
-        pipeline=pipeline,
         components=present,
         absent=absent,
         vae_scale_factor=2 ** (len(levels) - 1),
         patch_size=patch_size,
+        positions=positions,
     )
 
 

@@ -143,6 +143,13 @@ class TrainSection(Section):
     )
     max_skipped_steps: int = Field(default=3, ge=1, description="Voided steps (non-finite gradient) in a row that stop the run.")
     ema: EmaSection | None = Field(default=None, description="Keep a moving average of the trained weights.")
+    save_freq: int = Field(
+        default=20,
+        ge=0,
+        le=_MOST,
+        description="Steps between checkpoints; 0: one at the end only. A stopped run continues from the newest.",
+    )
+    keep_last: int = Field(default=2, ge=1, le=_MOST, description="Checkpoints that are kept.")
 
 
 class EvalSection(Section):
@@ -173,8 +180,10 @@ class ScheduleSection(Section):
     update_after: Literal["group", "step"] = Field(
         default="group", description="Accumulate a micro-batch once it is scored, or hold all until the step is scored."
     )
-    tag: Literal["never", "static", "greedy", "bts", "bts_plus"] = Field(
-        default="never", description="When a trainer with nothing to update generates (TAG); needs a trainer of its own."
+    tag: Literal["never", "static", "greedy", "bts", "bts_plus"] | None = Field(
+        default=None,
+        description="When a trainer with nothing to update generates (TAG): bts_plus with pools of their own, never otherwise, "
+        "when not given.",
     )
     tag_static: int = Field(
         default=0, ge=0, le=_MOST, description="Micro-batches the trainer generates in a step with `tag: static`."
@@ -216,11 +225,25 @@ class ClusterSection(Section):
     trainer: TrainerPool = Field(default_factory=TrainerPool, description="The trainer pool.")
 
 
+class WandbSection(Section):
+    """Weights & Biases, beside the local files. Needs `pip install "digenrl[wandb]"`."""
+
+    project: str = Field(default="digenrl", min_length=1, description="Project that the run appears in.")
+    entity: str | None = Field(default=None, description="User or team that owns the project; your default one if not given.")
+    mode: Literal["online", "offline"] = Field(
+        default="online", description="Send at once, or write a folder for `wandb sync` (machines without a network)."
+    )
+
+
 class LogSection(Section):
     """What is written while the run goes on."""
 
     sample_freq: int = Field(default=10, ge=0, description="Steps between saved sample pictures; 0 saves none.")
     num_samples: int = Field(default=12, ge=1, description="Pictures saved each time, first samples of the first prompts.")
+    tensorboard: bool = Field(
+        default=True, description="Write scalars and pictures for `tensorboard --logdir` into the run folder's tensorboard/."
+    )
+    wandb: WandbSection | None = Field(default=None, description="Log to Weights & Biases, too; `{}` takes its defaults.")
 
 
 class Recipe(Section):
@@ -252,6 +275,11 @@ class Recipe(Section):
     def update_order(self) -> Literal["arrival", "index"]:
         """``schedule.update_order``, or ``index`` where ``train.deterministic`` implies it."""
         return "index" if self.train.deterministic else self.schedule.update_order
+
+    @property
+    def tag(self) -> Literal["never", "static", "greedy", "bts", "bts_plus"]:
+        """``schedule.tag``, or the placement's default."""
+        return self.schedule.tag or ("bts_plus" if self.cluster.placement == "disaggregated" else "never")
 
     @property
     def groups_in_micro_batch(self) -> int:

@@ -83,7 +83,7 @@ def _ask(name: str, reward: Reward, samples: Sequence[RewardSample]) -> list[Sco
         raise RunFailed(
             f"The reward {name!r} raised {type(error).__name__}: {error}",
             why="An error is never scored as 0: the run would train on the reward's bugs.",
-            fix="Mend the reward; its traceback is in the log.",
+            fix="Mend the reward; its traceback stands above.",
         ) from error
     wanted = [sample.id for sample in samples]
     got = list(answers) if isinstance(answers, Mapping) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,16 +14,16 @@ from digenrl.config.schema import Recipe
 from digenrl.data.prompts import load_prompts
 from digenrl.data.sampler import PromptSampler
 from digenrl.errors import ConfigError
-from digenrl.metrics.console import RunConsole
-from digenrl.metrics.log import MetricsLog
 from digenrl.rewards.compose import WeightedRewards
+from digenrl.runtime.checkpointer import Checkpointer, measured_of
 from digenrl.runtime.inline import INLINE_WORKER, InlineExecutor, Workers
+from digenrl.runtime.interrupt import Interrupt
 from digenrl.runtime.journal import Journal
 from digenrl.runtime.ledger import Ledger
-from digenrl.runtime.run_folder import RunFolder
 from digenrl.scheduling.micro_batches import cut_into_micro_batches
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
+from digenrl.training.checkpoint import Checkpoint
 from digenrl.training.policy import Policy
 from digenrl.training.trainer import Trainer
 from digenrl.workers.evaluator import Evaluator
@@ -69,26 +70,43 @@ def build_workers(recipe: Recipe) -> tuple[Workers, Ledger]:
     return workers, Ledger(sampler, algorithm, recipe)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: at version 0, or where a checkpoint left it."""
+
+    checkpoint: Checkpoint | None = None
+    evaluated: frozenset[int] = frozenset()
+    """Versions whose evaluation is in the metrics already."""
+
+    @property
+    def policy_version(self) -> int:
+        """Completed RL steps."""
+        return self.checkpoint.policy_version if self.checkpoint is not None else 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Voided steps so far."""
+        return int(self.checkpoint.state["skipped_steps"]) if self.checkpoint is not None else 0
+
+
 def wire_inline_run(
-    recipe: Recipe, workers: Workers, ledger: Ledger, folder: RunFolder, log: MetricsLog, console: RunConsole
+    recipe: Recipe, workers: Workers, ledger: Ledger, journal: Journal, interrupt: Interrupt, start: Start, checkpoints: Path
 ) -> BuiltRun:
-    """Connect built workers to a scheduler, an inline executor and a journal."""
-    for number, warning in enumerate(ledger.warnings):
-        console.warn(f"prompts-{number}", warning)
-    journal = Journal(recipe, folder, log, console)
-    return BuiltRun(
-        scheduler=Scheduler(inline_settings(recipe)),
-        executor=InlineExecutor(workers, ledger, journal),
-        trainer=workers.trainer,
-        journal=journal,
-    )
+    """Connect built workers to a scheduler and an inline executor, at the place where the run begins."""
+    if start.checkpoint is not None:
+        workers.trainer.restore(start.checkpoint)
+    scheduler = Scheduler(inline_settings(recipe, start))
+    executor = InlineExecutor(workers, ledger, journal, interrupt)
+    executor.checkpointer = Checkpointer(checkpoints, recipe, workers.trainer, scheduler, skipped_steps=start.skipped_steps)
+    return BuiltRun(scheduler=scheduler, executor=executor, trainer=workers.trainer, journal=journal)
 
 
-def inline_settings(recipe: Recipe) -> SchedulerSettings:
+def inline_settings(recipe: Recipe, start: Start) -> SchedulerSettings:
     """The schedule of a recipe on one worker that does everything in turn."""
     micro_batches = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch)
+    first, steps = start.policy_version, recipe.train.steps
     return SchedulerSettings(
-        steps=recipe.train.steps,
+        steps=steps,
         micro_batches=len(micro_batches),
         generators=(INLINE_WORKER,),
         trainer=INLINE_WORKER,
@@ -96,19 +114,24 @@ def inline_settings(recipe: Recipe) -> SchedulerSettings:
         update_after=recipe.schedule.update_after,
         max_attempts=recipe.schedule.max_attempts,
         max_skipped_steps=recipe.train.max_skipped_steps,
+        evaluate_at=tuple(v for v in evaluation_versions(recipe) if v >= first and v not in start.evaluated),
+        save_at=tuple(v for v in every(recipe.train.save_freq, steps) if v > first),
+        first_version=first,
+        skipped_before=int(start.checkpoint.state["skipped_in_a_row"]) if start.checkpoint is not None else 0,
+        measured=measured_of(start.checkpoint),
         partial_last=recipe.rollout.prompts_per_step % recipe.groups_in_micro_batch != 0,
         groups_per_micro_batch=recipe.groups_in_micro_batch,
-        evaluate_at=evaluation_versions(recipe),
     )
 
 
 def evaluation_versions(recipe: Recipe) -> tuple[int, ...]:
     """Versions to evaluate: before the first step, every ``eval.freq`` steps, after the last."""
-    if recipe.eval is None:
-        return ()
-    steps, freq = recipe.train.steps, recipe.eval.freq
-    between = range(freq, steps, freq) if freq else ()
-    return tuple(sorted({0, *between, steps}))
+    return () if recipe.eval is None else tuple(sorted({0, *every(recipe.eval.freq, recipe.train.steps)}))
+
+
+def every(freq: int, steps: int) -> tuple[int, ...]:
+    """Versions at every ``freq`` steps and the last one; 0: the last one only."""
+    return tuple(sorted({*(range(freq, steps, freq) if freq else ()), steps}))
 
 
 def choose_device(name: str) -> torch.device:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from digenrl.errors import ProtocolError
-from digenrl.ids import WorkerId
+from digenrl.ids import StepOutcome, WorkerId
+from digenrl.runtime.checkpointer import Checkpointer
+from digenrl.runtime.interrupt import Interrupt
 from digenrl.runtime.journal import Journal
 from digenrl.runtime.ledger import Ledger
 from digenrl.scheduling.commands import (
@@ -21,12 +23,13 @@ from digenrl.scheduling.commands import (
     Evaluate,
     Generate,
     OptimizerStep,
+    SaveCheckpoint,
     Score,
     SwitchMode,
     SyncWeights,
     WorkerCommand,
 )
-from digenrl.scheduling.events import Event, Finished, StepOutcome
+from digenrl.scheduling.events import Event, Finished
 from digenrl.training.trainer import Trainer
 from digenrl.workers.evaluator import Evaluator
 from digenrl.workers.generator import Generator
@@ -42,6 +45,7 @@ _TIMING_NAMES: dict[type[WorkerCommand], str] = {
     SwitchMode: "switch",
     OptimizerStep: "optimizer",
     SyncWeights: "sync",
+    SaveCheckpoint: "save",
     Evaluate: "evaluate",
 }
 
@@ -59,7 +63,10 @@ class Workers:
 class InlineExecutor:
     """Carries commands out in order of submission; see driver.Executor."""
 
-    def __init__(self, workers: Workers, ledger: Ledger, journal: Journal) -> None:
+    def __init__(self, workers: Workers, ledger: Ledger, journal: Journal, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
+        self.checkpointer: Checkpointer | None = None
+        """Set once the scheduler is there; a run without one is never asked to save."""
         self._workers = workers
         self._ledger = ledger
         self._journal = journal
@@ -76,6 +83,7 @@ class InlineExecutor:
 
     def next_events(self, timeout_s: float) -> Sequence[Event]:
         """Carry out the oldest command; nothing when there is none. A running command is never cut short."""
+        self._interrupt.check()
         if not self._queue:
             return ()
         command = self._queue.popleft()
@@ -86,7 +94,8 @@ class InlineExecutor:
     def _carry_out(self, command: WorkerCommand, began_us: int) -> StepOutcome | None:
         match command:
             case OptimizerStep():
-                report = self._workers.trainer.optimizer_step()
+                with self._interrupt.critical():
+                    report = self._workers.trainer.optimizer_step()
                 self._timed(command, began_us)
                 self._journal.stepped(command.step, report, self._ledger.close_step(command.step))
                 return report.outcome
@@ -105,10 +114,19 @@ class InlineExecutor:
                     raise ProtocolError(f"Version {command.policy_version} was to be loaded, and the policy is at {held}.")
             case Evaluate():
                 self._evaluate(command)
+            case SaveCheckpoint():
+                with self._interrupt.critical():
+                    self.save()
             case SwitchMode():
                 raise ProtocolError("One process has no modes to switch between.", fix="This is a bug in the scheduler.")
         self._timed(command, began_us)
         return None
+
+    def save(self) -> None:
+        """Write a checkpoint of the version that the trainer is at, where a checkpointer is set."""
+        if self.checkpointer is not None:
+            self.checkpointer.skipped_steps = self._journal.skipped_steps
+            self.checkpointer.save()
 
     def _timed(self, command: WorkerCommand, began_us: int) -> None:
         self._journal.timed(_TIMING_NAMES[type(command)], (self.now_us() - began_us) / 1e6)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt
-from digenrl.ids import MicroBatchId, SampleId
+from digenrl.errors import RunFailed
+from digenrl.ids import MicroBatchId, SampleId, StepOutcome
 from digenrl.metrics.console import RunConsole
 from digenrl.metrics.guards import warnings_of
 from digenrl.metrics.log import MetricsLog
 from digenrl.runtime.ledger import StepRecord
 from digenrl.runtime.run_folder import RunFolder
-from digenrl.scheduling.events import StepOutcome
 from digenrl.training.trainer import StepReport
 from digenrl.workers.evaluator import Evaluation
 from digenrl.workers.scorer import ScoredBatch
@@ -24,18 +25,19 @@ from digenrl.workers.scorer import ScoredBatch
 class Journal:
     """Collects what one run does."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, log: MetricsLog, console: RunConsole) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, log: MetricsLog, console: RunConsole, *, skipped_steps: int = 0
+    ) -> None:
         self._recipe = recipe
         self._folder = folder
         self._log = log
         self._console = console
         self._step_timing: dict[str, float] = {}
         self.timing: dict[str, float] = {}
-        """Seconds by kind of command, over the whole run."""
-        self.evaluations: dict[int, Evaluation] = {}
-        """By policy version; images are dropped once saved."""
-        self.skipped_steps = 0
-        self.steps = 0
+        """Seconds by kind of command, since this process began."""
+        self.skipped_steps = skipped_steps
+        """Steps of the whole run that changed nothing: voided, or without a valid sample."""
+        self._without_rewards = 0
 
     def timed(self, kind: str, seconds: float) -> None:
         """A command of this kind took so long."""
@@ -69,12 +71,13 @@ class Journal:
         ]
         names = [f"prompt-{samples[row].prompt:03d}-sample-{samples[row].sample:03d}" for row in chosen]
         self._folder.save_samples(f"step-{step:06d}", batch.images[chosen], names, rows)
+        if rows:
+            self._log.images("train/samples", step, batch.images[chosen], [_caption(row) for row in rows])
 
     def stepped(self, step: int, report: StepReport, record: StepRecord) -> None:
         """An RL step is over: log its metrics."""
         metrics = _reward_metrics(record) | report.metrics
-        self.skipped_steps += report.outcome is StepOutcome.VOIDED
-        self.steps = step + 1
+        self.skipped_steps += report.outcome is not StepOutcome.APPLIED
         seconds = sum(v for kind, v in self._step_timing.items() if kind != "evaluate")
         metrics["skipped_steps"] = float(self.skipped_steps)
         metrics["samples_per_second"] = record.rewards.size / seconds if seconds else math.nan
@@ -85,15 +88,27 @@ class Journal:
         self._console.stepped(step, metrics)
         if report.outcome is StepOutcome.VOIDED:
             self._console.warn(f"voided-{step}", f"step {step} was voided: its gradient was not finite")
+        if report.outcome is StepOutcome.EMPTY:
+            self._console.warn(f"empty-{step}", f"step {step} changed nothing: it has no valid sample to learn from")
+        self._stop_without_rewards(step, bool(np.isfinite(record.rewards).any()))
         if metrics["invalid_samples"]:
             self._console.warn("invalid", f"{int(metrics['invalid_samples'])} samples of step {step} have no valid reward")
         clip = getattr(self._recipe.algorithm.settings, "effective_clip_range", None)
         for kind, text in warnings_of(metrics, clip_range=clip):
             self._console.warn(kind, text)
 
+    def _stop_without_rewards(self, step: int, any_valid: bool) -> None:
+        """Raise RunFailed when no reward was valid for ``train.max_skipped_steps`` steps in a row."""
+        self._without_rewards = 0 if any_valid else self._without_rewards + 1
+        if self._without_rewards >= self._recipe.train.max_skipped_steps:
+            raise RunFailed(
+                f"No reward was valid in {self._without_rewards} steps in a row, the last one step {step}.",
+                why="Every reward is NaN or infinite, or no image is finite: there is nothing to learn from.",
+                fix="Look at the saved pictures and at the reward; a model that diverged wants a smaller learning rate.",
+            )
+
     def evaluated(self, version: int, evaluation: Evaluation, prompts: Sequence[Prompt]) -> None:
         """A version was evaluated: log it and save the first pictures."""
-        self.evaluations[version] = evaluation
         metrics = {
             "reward": evaluation.reward,
             "num_images": float(len(evaluation.rewards)),
@@ -110,6 +125,7 @@ class Journal:
         ]
         names = [f"prompt-{i:03d}" for i in range(count)]
         self._folder.save_samples(f"eval-version-{version:06d}", evaluation.images[:count], names, rows)
+        self._log.images("eval/samples", version, evaluation.images[:count], [_caption(row) for row in rows])
 
 
 def _reward_metrics(record: StepRecord) -> dict[str, float]:
@@ -118,13 +134,24 @@ def _reward_metrics(record: StepRecord) -> dict[str, float]:
         "reward_mean": float(valid.mean()) if valid.size else math.nan,
         "reward_std": float(valid.std()) if valid.size else math.nan,
         "invalid_samples": float(record.rewards.size - valid.size),
-        "zero_std_ratio": float(np.mean([group.zero_variance for group in record.groups])),
+        "zero_std_ratio": _zero_std_ratio(record.rewards),
     }
     for name, pieces in record.parts.items():
-        values = np.concatenate(pieces)
+        values = np.concatenate([pieces[index] for index in sorted(pieces)])
         values = values[np.isfinite(values)]
         metrics[f"reward/{name}"] = float(values.mean()) if values.size else math.nan
     return metrics
+
+
+def _caption(row: Mapping[str, object]) -> str:
+    return f"{row['prompt']} ({row['reward']})"
+
+
+def _zero_std_ratio(rewards: NDArray[np.float64]) -> float:
+    """Share of the groups (rows) with equal rewards, of those with at least two valid ones; 0 where there is none."""
+    rows = [row[np.isfinite(row)] for row in rewards]
+    spreads = [float(np.ptp(row)) for row in rows if row.size > 1]
+    return sum(spread == 0 for spread in spreads) / len(spreads) if spreads else 0.0
 
 
 def _plain(value: float) -> float | None:

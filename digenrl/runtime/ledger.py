@@ -36,11 +36,10 @@ class StepRecord:
     """By index of the micro-batch; gone once accumulated."""
     rewards: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """[P, G], NaN until scored and where invalid."""
-    parts: dict[str, list[NDArray[np.float64]]] = field(default_factory=dict)
+    parts: dict[str, dict[int, NDArray[np.float64]]] = field(default_factory=dict)
+    """Rewards and their parts, by name and micro-batch."""
     scored: set[int] = field(default_factory=set)
     """Indices of scored micro-batches."""
-    groups: list[GroupAdvantages] = field(default_factory=list)
-    """Advantages handed out so far, for the metrics."""
 
 
 class Ledger:
@@ -101,7 +100,7 @@ class Ledger:
         for sample, value in zip(samples, rewards.totals, strict=True):
             record.rewards[sample.prompt, sample.sample] = value
         for name, values in rewards.parts.items():
-            record.parts.setdefault(name, []).append(values)
+            record.parts.setdefault(name, {})[micro_batch.index] = values
         record.scored.add(micro_batch.index)
 
     def advantages(self, micro_batch: MicroBatchId) -> list[GroupAdvantages]:
@@ -112,7 +111,6 @@ class Ledger:
             groups = [self._algorithm.advantages(record.rewards)[prompt] for prompt in prompts]
         else:
             groups = self._algorithm.advantages(record.rewards[list(prompts)])
-        record.groups.extend(groups)
         return groups
 
     def close_step(self, step: int) -> StepRecord:

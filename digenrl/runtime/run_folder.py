@@ -1,16 +1,18 @@
 """The folder of one run: what lies where, and that no other run is ever overwritten.
 
 Files: recipe.yaml, metrics.jsonl, trace.jsonl, summary.json, reward.png, samples/index.jsonl, samples/<when>/*.png and
-final/{parameters,optimizer,ema}.safetensors.
+checkpoints/step-N/ (training/checkpoint.py). A continued run writes trace-from-N.jsonl.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import yaml
@@ -20,6 +22,7 @@ from PIL import Image
 from digenrl.config.schema import Recipe
 from digenrl.config.text import expand_home
 from digenrl.errors import ConfigError
+from digenrl.metrics.log import resume_rows
 
 
 class RunFolder:
@@ -27,11 +30,12 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.recipe = path / "recipe.yaml"
         self.metrics = path / "metrics.jsonl"
         self.trace = path / "trace.jsonl"
         self.summary = path / "summary.json"
         self.reward_plot = path / "reward.png"
-        self.final = path / "final"
+        self.checkpoints = path / "checkpoints"
         self._samples = path / "samples"
 
     @classmethod
@@ -57,12 +61,43 @@ class RunFolder:
         folder = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            (path / "recipe.yaml").write_text(
-                yaml.safe_dump(recipe.to_plain(), sort_keys=False, allow_unicode=True), encoding="utf-8"
-            )
+            folder.recipe.write_text(yaml.safe_dump(recipe.to_plain(), sort_keys=False, allow_unicode=True), encoding="utf-8")
         except OSError as error:
             raise _unusable(path, error) from error
         return folder
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """The folder of a run to go on with. Raises ConfigError when it is none."""
+        if not (path / "recipe.yaml").is_file():
+            raise ConfigError(
+                f"{str(path)!r} is not a run folder: it has no recipe.yaml.",
+                fix="Name the folder that `digenrl train` printed when the run began.",
+            )
+        return cls(path)
+
+    def cut_samples(self, version: int) -> None:
+        """Forget the pictures of steps that are done again from this version on."""
+        if (index := self._samples / "index.jsonl").exists():
+            resume_rows(index, before_step=version)
+
+    def lock(self) -> IO[str]:
+        """Hold the folder for this process until the file is closed. Raises ConfigError when another one holds it."""
+        file = (self.path / ".lock").open("w", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise ConfigError(
+                f"The run in {str(self.path)!r} is going on in another process.",
+                why="Two processes would overwrite each other's checkpoints and metrics.",
+                fix="Stop the other one first.",
+            ) from error
+        return file
+
+    def trace_from(self, policy_version: int) -> Path:
+        """Where a run that continues from a version writes its trace."""
+        return self.path / f"trace-from-{policy_version:06d}.jsonl" if policy_version else self.trace
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write summary.json, complete or not at all."""

@@ -1,85 +1,164 @@
-"""One training run from recipe to summary."""
+"""One training run from recipe to summary, or from where an interrupted one stopped."""
 
 from __future__ import annotations
 
 import time
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from digenrl.config.checks import check_recipe
+from digenrl.config.loader import load_recipe
 from digenrl.config.schema import Recipe
 from digenrl.driver import drive
 from digenrl.errors import ConfigError
 from digenrl.metrics.console import RunConsole
-from digenrl.metrics.log import MetricsLog, read_metrics
+from digenrl.metrics.log import MetricsLog, open_sinks, read_metrics, resume_rows
 from digenrl.metrics.plots import plot_reward
-from digenrl.runtime.build import BuiltRun, build_workers, wire_inline_run
+from digenrl.metrics.wandb_sink import import_wandb
+from digenrl.runtime.build import BuiltRun, Start, build_workers, wire_inline_run
+from digenrl.runtime.checkpointer import check_same_run
+from digenrl.runtime.interrupt import Interrupt
 from digenrl.runtime.journal import Journal
 from digenrl.runtime.run_folder import RunFolder
 from digenrl.trace.record import TraceWriter
-from digenrl.training.digest import save_weights
+from digenrl.training.checkpoint import has_checkpoint, load_newest
+from digenrl.training.digest import digests
 
 COMMAND_TIMEOUT_S = 3600.0
 
 
-def train(recipe: Recipe) -> dict[str, object]:
-    """Train as the recipe says and return the summary that is also in the run folder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opening:
+    """Where a run lives and where it begins."""
 
-    Raises ConfigError before the run folder is made, RunFailed later: the metrics, pictures and weights until then are kept.
+    folder: RunFolder
+    start: Start
+    resume_step: int | None = None
+    """First step that is trained now, in a run that goes on."""
+    notes: tuple[str, ...] = ()
+
+
+def train(recipe: Recipe) -> dict[str, object]:
+    """Train as the recipe says, in a new folder, and return the summary that is also in the folder.
+
+    Raises ConfigError before the run folder is made, RunFailed later, StopRequested on a signal: the metrics, pictures and
+    weights until then are kept.
     """
-    began = time.monotonic()
     check_recipe(recipe)
+    path = RunFolder.choose_path(recipe)
+    return _run(recipe, lambda: _Opening(folder=RunFolder.create(path, recipe), start=Start()))
+
+
+def resume(recipe: Recipe, path: Path) -> dict[str, object]:
+    """Go on with the run in ``path`` from its newest whole checkpoint; from the beginning where it has none.
+
+    ``recipe``: the run's own, in which only what checkpointer.CHANGEABLE names may be changed. The result is the one of a run
+    that was never interrupted. Raises as ``train`` does.
+    """
+    check_recipe(recipe)
+    folder = RunFolder.reopen(path)
+    check_same_run(recipe, load_recipe(folder.recipe))
+    return _run(recipe, lambda: _continue(recipe, folder))
+
+
+def _continue(recipe: Recipe, folder: RunFolder) -> _Opening:
+    if not has_checkpoint(folder.checkpoints):
+        rows = resume_rows(folder.metrics, before_step=0)
+        folder.cut_samples(0)
+        anew = ("it has no checkpoint yet, so it begins anew",)
+        return _Opening(folder=folder, start=Start(evaluated=_evaluated(rows)), resume_step=0, notes=anew)
+    checkpoint, refused = load_newest(folder.checkpoints)
+    version = checkpoint.policy_version
+    if version > recipe.train.steps:
+        raise ConfigError(
+            f"train.steps ({recipe.train.steps}) is less than the {version} steps that the run has done.",
+            fix=f"Give at least train.steps={version}.",
+        )
+    rows = resume_rows(folder.metrics, before_step=version)
+    folder.cut_samples(version)
+    notes = (*refused, f"going on from {checkpoint.path.name}")
+    start = Start(checkpoint=checkpoint, evaluated=_evaluated(rows))
+    return _Opening(folder=folder, start=start, resume_step=version, notes=notes)
+
+
+def _evaluated(rows: Sequence[dict[str, Any]]) -> frozenset[int]:
+    return frozenset(row["step"] for row in rows if row["kind"] == "eval")
+
+
+def _run(recipe: Recipe, open_folder: Callable[[], _Opening]) -> dict[str, object]:
     if recipe.cluster.placement != "inline":
         raise ConfigError(
             f"cluster.placement: {recipe.cluster.placement} cannot be trained with yet.",
             why="This version trains in one process; the pools are simulated and planned with the same scheduler.",
             fix="Use cluster.placement=inline, or look at the schedule with `digenrl simulate` and `digenrl plan`.",
         )
-    path = RunFolder.choose_path(recipe)
+    began = time.monotonic()
+    if recipe.log.wandb is not None:
+        import_wandb()
     console = RunConsole(recipe.train.steps)
     workers, ledger = build_workers(recipe)
-    folder = RunFolder.create(path, recipe)
-    console.say(f"run folder: {folder.path}")
-    log = MetricsLog(folder.metrics)
-    run = wire_inline_run(recipe, workers, ledger, folder, log, console)
-    console.say(f"training {run.trainer.policy.num_parameters:,} parameters on {run.trainer.policy.adapter.device}")
-    try:
-        with TraceWriter(folder.trace, run.scheduler.settings) as trace, console:
-            drive(run.scheduler, run.executor, trace, command_timeout_s=COMMAND_TIMEOUT_S)
-    finally:
-        log.close()
-        digests = save_weights(folder.final, run.trainer.weights())
-        plot_reward(read_metrics(folder.metrics), folder.reward_plot, title=recipe.run.name)
-    summary = _summary(run, time.monotonic() - began, digests)
-    folder.write_summary(summary)
-    return summary
+    opening = open_folder()
+    folder, start = opening.folder, opening.start
+    with folder.lock(), Interrupt() as interrupt:
+        console.say(f"run folder: {folder.path}")
+        for note in opening.notes:
+            console.say(note)
+        for number, warning in enumerate(ledger.warnings):
+            console.warn(f"prompts-{number}", warning)
+        sinks = open_sinks(
+            recipe.log,
+            folder.path,
+            run_name=recipe.run.name,
+            config=recipe.to_plain(),
+            resume_step=opening.resume_step,
+            warn=console.warn,
+        )
+        log = MetricsLog(folder.metrics, sinks, warn=console.warn)
+        journal = Journal(recipe, folder, log, console, skipped_steps=start.skipped_steps)
+        run = wire_inline_run(recipe, workers, ledger, journal, interrupt, start, folder.checkpoints)
+        policy = run.trainer.policy
+        console.say(f"training {policy.num_parameters:,} parameters on {policy.adapter.device}")
+        try:
+            with TraceWriter(folder.trace_from(start.policy_version), run.scheduler.settings) as trace, console:
+                drive(run.scheduler, run.executor, trace, command_timeout_s=COMMAND_TIMEOUT_S)
+        finally:
+            if run.trainer.settled:
+                with interrupt.critical():
+                    run.executor.save()
+            plot_reward(read_metrics(folder.metrics), folder.reward_plot, title=recipe.run.name)
+            log.close()
+        summary = _summary(run, folder, time.monotonic() - began)
+        folder.write_summary(summary)
+        return summary
 
 
-def _summary(run: BuiltRun, seconds: float, digests: dict[str, str]) -> dict[str, object]:
-    journal = run.journal
+def _summary(run: BuiltRun, folder: RunFolder, seconds: float) -> dict[str, object]:
+    journal, rows = run.journal, read_metrics(folder.metrics)
     return {
-        "eval": _evaluation_summary(journal),
-        "steps": journal.steps,
+        "eval": _evaluation_summary([row for row in rows if row["kind"] == "eval"]),
+        "steps": run.trainer.policy.version,
         "skipped_steps": journal.skipped_steps,
         "seconds": round(seconds, 3),
         "timing_s": {name: round(value, 3) for name, value in journal.timing.items()},
-        "digests": digests,
+        "digests": digests(run.trainer.weights()),
     }
 
 
-def _evaluation_summary(journal: Journal) -> dict[str, object] | None:
+def _evaluation_summary(rows: Sequence[dict[str, Any]]) -> dict[str, object] | None:
     """Rewards on the held-out prompts of the first and the last evaluated version; None without an eval section."""
-    if not journal.evaluations:
+    if not rows:
         return None
-    before, after = journal.evaluations[min(journal.evaluations)], journal.evaluations[max(journal.evaluations)]
+    before, after = (pick(rows, key=lambda row: row["step"]) for pick in (min, max))
     summary: dict[str, object] = {
-        "reward_before": before.reward,
-        "reward_after": after.reward,
-        "num_images": int(np.isfinite(after.rewards).sum()),
+        "reward_before": before["reward"],
+        "reward_after": after["reward"],
+        "num_images": int(after["num_images"] - after["invalid_samples"]),
     }
-    parts = [name for name in before.parts if "/" in name]
-    short = [name.partition("/")[2] for name in parts]
+    parts = [name for name in before if name.startswith("reward/") and name.count("/") > 1]
+    short = [name.split("/")[-1] for name in parts]
     for name, part in zip(parts, short, strict=True):
-        key = part if short.count(part) == 1 else name.replace("/", "_")
-        summary |= {f"{key}_before": before.parts[name], f"{key}_after": after.parts.get(name)}
+        key = part if short.count(part) == 1 else name.removeprefix("reward/").replace("/", "_")
+        summary |= {f"{key}_before": before[name], f"{key}_after": after.get(name)}
     return summary

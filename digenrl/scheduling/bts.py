@@ -48,7 +48,14 @@ class ExactSearch:
 
     def choose(self, position: Position) -> Choice:
         """The best choice at a bubble; ``position`` is not changed."""
-        sys.setrecursionlimit(max(sys.getrecursionlimit(), 20 * position.left + 1000))
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(limit, 20 * position.left + 1000))
+        try:
+            return self._choose(position)
+        finally:
+            sys.setrecursionlimit(limit)
+
+    def _choose(self, position: Position) -> Choice:
         if self._single is not None and not position.scored:
             skip, tag = self._single.finishes(position)
             return Choice(tag < skip, min(tag, skip), skip, tag)

@@ -70,7 +70,10 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncWeights:
-    """Publish a version (the trainer) or load it (everyone else), between two trajectories."""
+    """Publish a version (the trainer) or load it (everyone else), between two trajectories.
+
+    Buffered: a generator may be told to load while the trainer still publishes. The executor lets the load wait for the bytes.
+    """
 
     worker: WorkerId
     policy_version: int
@@ -87,11 +90,20 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpoint:
+    """Write the trainer's whole state of a version, between two steps."""
+
+    worker: WorkerId
+    policy_version: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRun:
     """End the run as failed. Addressed to the driver, not to a worker."""
 
     reason: str
 
 
-WorkerCommand = Encode | Generate | Score | Accumulate | SwitchMode | OptimizerStep | SyncWeights | Evaluate
+WorkerCommand = Encode | Generate | Score | Accumulate | SwitchMode | OptimizerStep | SyncWeights | SaveCheckpoint | Evaluate
 Command = WorkerCommand | StopRun

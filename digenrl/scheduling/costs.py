@@ -8,6 +8,8 @@ averages, this is the one that neither noise, stragglers, drift nor a cold start
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
 
@@ -27,13 +29,27 @@ class Task(StrEnum):
     SYNC = "sync"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTask:
+    """Durations of one task on one worker, as they are kept over a restart."""
+
+    task: Task
+    worker: int
+    """Index of the worker."""
+    ticks: tuple[int, ...]
+    """The last ones, oldest first."""
+
+
 class Estimates:
     """Durations by task and worker, in ticks. A worker without samples is taken to be like the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, measured: Iterable[MeasuredTask] = ()) -> None:
         self._samples: dict[Task, dict[int, deque[int]]] = {task: {} for task in Task}
         self._counts: dict[Task, int] = dict.fromkeys(Task, 0)
         self._means: dict[tuple[Task, int], int] = {}
+        for known in measured:
+            for ticks in known.ticks:
+                self.observe(known.task, known.worker, ticks)
 
     def observe(self, task: Task, worker: int, ticks: int) -> None:
         """A task took so long on a worker (its index)."""
@@ -43,6 +59,14 @@ class Estimates:
         samples.append(ticks)
         self._counts[task] += 1
         self._means.pop((task, worker), None)
+
+    def measured(self) -> tuple[MeasuredTask, ...]:
+        """All samples that are looked at, to start another one from."""
+        return tuple(
+            MeasuredTask(task=task, worker=worker, ticks=tuple(samples))
+            for task, by_worker in self._samples.items()
+            for worker, samples in by_worker.items()
+        )
 
     def samples(self, task: Task) -> int:
         """Samples of a task so far, over all workers."""

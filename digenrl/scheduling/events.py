@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from digenrl.ids import MicroBatchId, WorkerId
+from digenrl.ids import MicroBatchId, StepOutcome, WorkerId
 from digenrl.scheduling.commands import WorkerCommand
-
-
-class StepOutcome(StrEnum):
-    """How an optimizer step ended. The policy version advances in all three cases."""
-
-    APPLIED = "applied"
-    EMPTY = "empty"
-    """Z = 0: no valid pair to learn from; weights and optimizer unchanged."""
-    VOIDED = "voided"
-    """The gradient was not finite; weights and optimizer unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

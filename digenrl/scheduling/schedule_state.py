@@ -6,13 +6,14 @@ Checking comes first and changes nothing: a batch of events is refused as a whol
 from __future__ import annotations
 
 from digenrl.errors import ProtocolError
-from digenrl.ids import WorkerId
+from digenrl.ids import StepOutcome, WorkerId
 from digenrl.scheduling.commands import (
     Accumulate,
     Encode,
     Evaluate,
     Generate,
     OptimizerStep,
+    SaveCheckpoint,
     Score,
     StopRun,
     SwitchMode,
@@ -25,14 +26,13 @@ from digenrl.scheduling.events import (
     Event,
     Finished,
     RunStarted,
-    StepOutcome,
     TrajectoryLost,
     WorkerJoined,
     WorkerLost,
     WorkerOverdue,
 )
 from digenrl.scheduling.settings import SchedulerSettings
-from digenrl.scheduling.state import Move, StepState, Worker
+from digenrl.scheduling.state import Move, Stage, StepState, Worker
 
 
 class ScheduleState:
@@ -40,22 +40,28 @@ class ScheduleState:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
-        self.estimates = Estimates()
+        self.estimates = Estimates(settings.measured)
         self.started = False
         self.stopped = False
         self.now_us = 0
-        self.policy_version = 0
+        self.policy_version = first = settings.first_version
         """Completed RL steps, which is also the step in training."""
-        self.workers: dict[WorkerId, Worker] = {name: Worker(name, index) for index, name in enumerate(settings.workers)}
-        self.steps: dict[int, StepState] = {0: StepState(0, settings)} if settings.steps else {}
+        self.workers: dict[WorkerId, Worker] = {
+            name: Worker(name, index, settings.first_version) for index, name in enumerate(settings.workers)
+        }
+        self.steps: dict[int, StepState] = {first: StepState(first, settings)} if first < settings.steps else {}
         """Open steps: the one in training and, with stale generation, the next."""
         self.evaluations = list(settings.evaluate_at)
         """Versions still to be evaluated, ascending."""
-        self.skipped_in_a_row = 0
+        self.saves = list(settings.save_at)
+        """Versions still to be saved, ascending."""
+        self.skipped_in_a_row = settings.skipped_before
         self.trainer_generating = False
         """Mode of the trainer."""
         self.after_switch: Generate | None = None
         """What the trainer has claimed and is switching its mode for."""
+        self.failures: dict[tuple[str, int], int] = {}
+        """How often commands without a micro-batch have failed, by kind and by step or version."""
         self.outstanding = 0
         """Commands that workers are doing."""
         self.look_at_all = True
@@ -112,7 +118,8 @@ class ScheduleState:
             step = self.steps.get(event.micro_batch.step)
             if step is None:
                 raise ProtocolError(f"{event}: step {event.micro_batch.step} is not open.", fix="This is a bug in the executor.")
-            step.target(event.micro_batch.index, None, Move.LOSE)
+            if step.stage_of(event.micro_batch.index) is not Stage.SCORING or event.micro_batch.index in step.doomed:
+                step.target(event.micro_batch.index, None, Move.LOSE)
 
     def _check_command(self, event: Finished | CommandFailed) -> None:
         worker = self.workers.get(event.command.worker) if isinstance(event.command, WorkerCommand) else None
@@ -159,10 +166,13 @@ class ScheduleState:
                 worker.alive, worker.policy_version = True, -1
                 self.look_at_all = True
             case WorkerOverdue():
-                self.workers[event.worker].overdue = True
                 self._reopen_bubble()
             case TrajectoryLost():
-                self.steps[event.micro_batch.step].move(event.micro_batch.index, None, Move.LOSE)
+                step, index = self.steps[event.micro_batch.step], event.micro_batch.index
+                if step.stages[index] is Stage.SCORING:
+                    step.doomed.add(index)  # its scorer is still at it, and reports before it can be given back
+                else:
+                    step.move(index, None, Move.LOSE)
                 self._reopen_bubble()
         return None
 
@@ -179,6 +189,7 @@ class ScheduleState:
                 self.steps[command.micro_batch.step].move(command.micro_batch.index, Generate, move)
             case Score() | Accumulate():
                 self.steps[command.micro_batch.step].move(command.micro_batch.index, type(command), Move.FINISH)
+                self._drop_lost(command)
             case Encode():
                 self.steps[command.step].encoded = True
                 self.look_at_all = True
@@ -186,6 +197,8 @@ class ScheduleState:
                 worker.policy_version = command.policy_version
             case Evaluate():
                 self.evaluations.remove(command.policy_version)
+            case SaveCheckpoint():
+                self.saves.remove(command.policy_version)
             case SwitchMode():
                 self.trainer_generating = command.generating
             case OptimizerStep():
@@ -209,11 +222,13 @@ class ScheduleState:
         step = self.steps[self.policy_version]
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if event.outcome is StepOutcome.VOIDED else 0
         step.update += 1
+        # No TAG between the updates of one rollout: what was planned for the trainer is everybody's again.
+        step.reserved, step.sticky = 0, False
+        self.look_at_all = True
         if step.update == self.settings.updates_per_rollout:
             del self.steps[self.policy_version]
             self.policy_version += 1
             self.open(self.policy_version)
-            self.look_at_all = True
         if self.skipped_in_a_row < self.settings.max_skipped_steps:
             return None
         first = step.step - (self.skipped_in_a_row - 1) // self.settings.updates_per_rollout
@@ -239,20 +254,42 @@ class ScheduleState:
         if isinstance(command, Encode):
             self.steps[command.step].encoding = False
         if not isinstance(command, Generate | Score):
-            # An update that failed half-way has touched the gradient, and a step cannot be taken twice.
-            harmless = isinstance(command, Encode | SyncWeights | Evaluate)
-            return None if harmless else StopRun(reason=f"{type(command).__name__} failed{_because(error)}")
+            return self._fail(command, error)
         step, index = self.steps[command.micro_batch.step], command.micro_batch.index
         step.move(index, type(command), Move.FAIL)
+        if self._drop_lost(command):
+            return None
         step.attempts[index] += 1
         if step.attempts[index] < self.settings.max_attempts:
             return None
         first = index * self.settings.groups_per_micro_batch
-        prompts = f"prompts {first} to {first + self.settings.groups_per_micro_batch - 1}"
+        last = self.settings.partial_last and index == self.settings.micro_batches - 1
+        until = "and after" if last else f"to {first + self.settings.groups_per_micro_batch - 1}"
+        prompts = f"prompts {first} {until}"
         return StopRun(
             reason=f"micro-batch {command.micro_batch} ({prompts} of step {step.step}, all their samples) has failed "
             f"{step.attempts[index]} times{_because(error)}"
         )
+
+    def _fail(self, command: WorkerCommand, error: str) -> StopRun | None:
+        """A command without a micro-batch of its own has failed: it is tried again, unless that would repeat a change."""
+        key = (type(command).__name__, getattr(command, "step", getattr(command, "policy_version", 0)))
+        self.failures[key] = self.failures.get(key, 0) + 1
+        # An update that failed half-way has touched the gradient, and a step cannot be taken twice.
+        harmless = isinstance(command, Encode | SyncWeights | Evaluate)
+        if harmless and self.failures[key] < self.settings.max_attempts:
+            return None
+        return StopRun(reason=f"{key[0]} has failed {self.failures[key]} times, last on {command.worker}{_because(error)}")
+
+    def _drop_lost(self, command: Generate | Score | Accumulate) -> bool:
+        """Give a micro-batch back whose trajectory was lost while it was scored; whether it was."""
+        step, index = self.steps[command.micro_batch.step], command.micro_batch.index
+        if index not in step.doomed:
+            return False
+        step.doomed.discard(index)
+        step.move(index, None, Move.LOSE)
+        self._reopen_bubble()
+        return True
 
     def _reopen_bubble(self) -> None:
         if self.step is not None:
@@ -260,7 +297,7 @@ class ScheduleState:
         self.look_at_all = True
 
     def _free(self, worker: Worker) -> None:
-        worker.running, worker.overdue = None, False
+        worker.running = None
         self.outstanding -= 1
 
 

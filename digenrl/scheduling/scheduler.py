@@ -1,9 +1,9 @@
 """The scheduler: ``handle(events) -> commands``, a pure function of its state and the events.
 
 A free generator: load newer weights > encode > score > generate > generate for the next step (TCSS) > stay idle.
-A free trainer: publish > evaluate > continue a plan of back-to-back TAGs > accumulate > finish the step > at a bubble, TAG or
-wait > stay idle. A worker that is both (one pool, in turn) does what the trainer would, and generates when there is nothing
-to accumulate.
+A free trainer: publish > save > evaluate > continue a plan of back-to-back TAGs > accumulate > finish the step > at a
+bubble, TAG or wait > stay idle. A worker that is both (one pool, in turn) does what the trainer would, and generates when
+there is nothing to accumulate.
 
 Invariants: an illegal event raises ProtocolError and changes nothing; the optimizer step comes after the last micro-batch of
 its range and before any gradient of the next; a trajectory has one version, at most one step old, and no more than the quota
@@ -20,6 +20,7 @@ from digenrl.scheduling.commands import (
     Evaluate,
     Generate,
     OptimizerStep,
+    SaveCheckpoint,
     Score,
     SwitchMode,
     SyncWeights,
@@ -57,7 +58,9 @@ class Scheduler:
     def finished(self) -> bool:
         """Whether nothing is left to do and no command is outstanding."""
         state = self._state
-        return state.started and not state.outstanding and (state.stopped or not (state.steps or state.evaluations))
+        return (
+            state.started and not state.outstanding and (state.stopped or not (state.steps or state.evaluations or state.saves))
+        )
 
     @property
     def state(self) -> ScheduleState:
@@ -125,9 +128,12 @@ class Scheduler:
             command, state.after_switch = state.after_switch, None
             return command
         step = state.step
-        due = bool(state.evaluations) and state.evaluations[0] == state.policy_version
-        if worker.policy_version != state.policy_version and (step is not None or due):
+        save_due = state.policy_version in state.saves[:1]
+        due = state.policy_version in state.evaluations[:1]
+        if worker.policy_version != state.policy_version and (step is not None or due or save_due):
             return self._sync(worker)
+        if save_due:
+            return SaveCheckpoint(worker=worker.name, policy_version=state.policy_version, reason="a checkpoint is due")
         if due:
             return Evaluate(worker=worker.name, policy_version=state.policy_version, reason="evaluation is due at this version")
         if step is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from digenrl.ids import WorkerId
+from digenrl.scheduling.costs import MeasuredTask
 from digenrl.scheduling.step_model import StepCosts
 
 TagPolicy = Literal["never", "static", "greedy", "bts", "bts_plus"]
@@ -28,7 +29,7 @@ class SchedulerSettings:
     scorers: tuple[WorkerId, ...] = ()
     """Workers of ``scoring: pool``."""
     encoders: tuple[WorkerId, ...] = ()
-    """Generators that hold the text encoders; the first one when empty."""
+    """Generators that hold the text encoders; all of them when empty."""
     update_order: Literal["arrival", "index"] = "arrival"
     update_after: Literal["group", "step"] = "group"
     updates_per_rollout: int = 1
@@ -47,6 +48,14 @@ class SchedulerSettings:
     """Voided steps in a row that stop the run."""
     evaluate_at: tuple[int, ...] = ()
     """Policy versions to evaluate, ascending."""
+    save_at: tuple[int, ...] = ()
+    """Policy versions to write a checkpoint of, ascending."""
+    first_version: int = 0
+    """Version that the run starts from: completed RL steps of the run that it continues."""
+    skipped_before: int = 0
+    """Voided steps in a row just before ``first_version``."""
+    measured: tuple[MeasuredTask, ...] = ()
+    """Durations measured before ``first_version``."""
     costs: StepCosts | None = None
     """Known durations in microseconds; measured as the run goes when None."""
     partial_last: bool = False
@@ -57,8 +66,10 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         self._check_counts()
         self._check_workers()
-        if list(self.evaluate_at) != sorted(set(self.evaluate_at)) or not set(self.evaluate_at) <= set(range(self.steps + 1)):
-            raise ValueError(f"evaluate_at {self.evaluate_at} must be ascending versions from 0 to {self.steps}")
+        for name in ("evaluate_at", "save_at"):
+            versions = getattr(self, name)
+            if list(versions) != sorted(set(versions)) or any(not self.first_version <= v <= self.steps for v in versions):
+                raise ValueError(f"{name} {versions} must be ascending versions from {self.first_version} to {self.steps}")
 
     def _check_counts(self) -> None:
         if self.steps < 0 or min(self.micro_batches, self.max_skipped_steps, self.max_attempts) < 1:
@@ -66,6 +77,8 @@ class SchedulerSettings:
                 f"steps ({self.steps}) must be at least 0; micro_batches ({self.micro_batches}), max_skipped_steps "
                 f"({self.max_skipped_steps}) and max_attempts ({self.max_attempts}) at least 1"
             )
+        if not 0 <= self.first_version <= self.steps:
+            raise ValueError(f"first_version ({self.first_version}) must be from 0 to the {self.steps} steps")
         if not 0 <= self.tag_static <= self.micro_batches:
             raise ValueError(f"tag_static ({self.tag_static}) must be from 0 to the {self.micro_batches} micro-batches of a step")
         if not 0 <= self.max_stale_fraction <= 1:

@@ -64,19 +64,18 @@ OVERDUE_SHARE = 0.2
 class Worker:
     """One worker as the scheduler sees it."""
 
-    __slots__ = ("alive", "expected_us", "index", "name", "overdue", "policy_version", "running", "started_us")
+    __slots__ = ("alive", "expected_us", "index", "name", "policy_version", "running", "started_us")
 
-    def __init__(self, name: WorkerId, index: int) -> None:
+    def __init__(self, name: WorkerId, index: int, policy_version: int = 0) -> None:
         self.name = name
         self.index = index
-        self.policy_version = 0
+        self.policy_version = policy_version
         """Version whose weights it holds; -1 for a worker that has just joined."""
         self.running: WorkerCommand | None = None
         self.started_us = 0
         self.expected_us = 0
         """When it should be done, as far as durations are known."""
         self.alive = True
-        self.overdue = False
 
     def remaining_us(self, now_us: int) -> int:
         """Microseconds that its command still needs; one that is overdue is taken to need a share of its age once more."""
@@ -121,6 +120,8 @@ class StepState:
         self._settings = settings
         self._pending = list(range(count))
         self._following = 0
+        self.doomed: set[int] = set()
+        """Micro-batches whose trajectory was lost while they were scored."""
 
     @property
     def pending(self) -> int:
@@ -134,6 +135,10 @@ class StepState:
     def lowest_pending(self) -> int:
         """The micro-batch to claim next."""
         return self._pending[0]
+
+    def stage_of(self, index: int) -> Stage | None:
+        """Where a micro-batch is; None for an index that the step does not have."""
+        return self.stages[index] if 0 <= index < len(self.stages) else None
 
     def stale(self, index: int) -> bool:
         """Whether a micro-batch was claimed with the weights of the step before."""

@@ -28,6 +28,7 @@ def settings_of(
     if "micro_batches" not in changes:
         raise ConfigError("schedule.micro_batches is missing.", fix="Give the number of micro-batches of one step.")
     changes.setdefault("scoring", "inline" if costs.score is None else "generator")
+    changes.setdefault("tag", "never" if costs.tag is None else "bts_plus")
     if changes["scoring"] == "pool":
         changes["scorers"] = _names("scorer", len(costs.score or ()))
     generators = _names("generator", count)

@@ -31,6 +31,8 @@ class SimulationCosts:
     optimizer: float = 0.0
     sync: float = 0.0
     evaluate: float = 0.0
+    save: float = 0.0
+    """A checkpoint."""
     last_share: float = 1.0
     """Size of the last micro-batch as a share of a full one."""
 
@@ -45,7 +47,7 @@ class SimulationCosts:
         _check("update", self.update, allow_zero=False)
         if self.tag is not None:
             _check("tag", self.tag, allow_zero=False)
-        for name in ("switch_in", "switch_out", "encode", "optimizer", "sync", "evaluate"):
+        for name in ("switch_in", "switch_out", "encode", "optimizer", "sync", "evaluate", "save"):
             _check(name, getattr(self, name), allow_zero=True)
         if not 0 < self.last_share <= 1:
             raise ConfigError(f"costs.last_share ({self.last_share}) must be above 0 and at most 1.")

@@ -14,19 +14,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from digenrl.ids import WorkerId
+from digenrl.ids import StepOutcome, WorkerId
 from digenrl.scheduling.commands import (
     Accumulate,
     Encode,
     Evaluate,
     Generate,
     OptimizerStep,
+    SaveCheckpoint,
     Score,
     SwitchMode,
     SyncWeights,
     WorkerCommand,
 )
-from digenrl.scheduling.events import Event, Finished, StepOutcome, WorkerJoined, WorkerLost, WorkerOverdue
+from digenrl.scheduling.events import Event, Finished, WorkerJoined, WorkerLost, WorkerOverdue
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.simulation.costs import SimulationCosts, ticks
 
@@ -158,6 +159,7 @@ class _Nominal:
             OptimizerStep: ticks(costs.optimizer),
             SyncWeights: ticks(costs.sync),
             Evaluate: ticks(costs.evaluate),
+            SaveCheckpoint: ticks(costs.save),
         }
 
     def ticks(self, command: WorkerCommand) -> int:

@@ -22,6 +22,7 @@ from digenrl.scheduling.commands import (
     Evaluate,
     Generate,
     OptimizerStep,
+    SaveCheckpoint,
     Score,
     SwitchMode,
     SyncWeights,
@@ -194,6 +195,7 @@ def _costs(trace: Trace, estimates: Estimates, once: dict[type, list[int]], last
         optimizer=seconds[Task.OPTIMIZER],
         sync=seconds[Task.SYNC],
         evaluate=_mean_s(once.get(Evaluate)),
+        save=_mean_s(once.get(SaveCheckpoint)),
         last_share=min(1.0, max(0.01, _mean_s(last) / fmean(generate))) if last else 1.0,
     )
 

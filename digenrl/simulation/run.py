@@ -20,7 +20,7 @@ from digenrl.scheduling.events import Event, Finished, WorkerJoined, WorkerLost
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.simulation.costs import TICKS, SimulationCosts
-from digenrl.simulation.executor import Disturbance, SimulatedExecutor
+from digenrl.simulation.executor import Disturbance, Incident, SimulatedExecutor
 
 _NAMES = {
     "Encode": "encode",
@@ -31,6 +31,7 @@ _NAMES = {
     "OptimizerStep": "optimizer",
     "SyncWeights": "sync",
     "Evaluate": "evaluate",
+    "SaveCheckpoint": "save",
 }
 
 
@@ -114,6 +115,28 @@ def check_fit(settings: SchedulerSettings, costs: SimulationCosts, disturbance: 
                 f"disturbance.incidents.{index}.worker: there is no worker {incident.worker!r}.",
                 fix=f"The workers are: {', '.join(settings.workers[:8])}{', ...' if len(settings.workers) > 8 else ''}.",
             )
+    _check_incidents(disturbance.incidents if disturbance is not None else ())
+
+
+def _check_incidents(incidents: Sequence[Incident]) -> None:
+    """Raise ConfigError unless every worker is lost and comes back in turn, at different times."""
+    lost: dict[WorkerId, float] = {}
+    back: dict[WorkerId, float] = {}
+    for index, incident in sorted(enumerate(incidents), key=lambda item: item[1].at_s):
+        known = lost if incident.joins else back
+        if incident.joins != (incident.worker in lost) or incident.at_s <= known.get(incident.worker, -1.0):
+            state = "lost" if incident.worker in lost else "there"
+            raise ConfigError(
+                f"disturbance.incidents.{index}: {incident.worker} cannot {'join' if incident.joins else 'be lost'} at "
+                f"{incident.at_s:g} s: it is {state}.",
+                why="A worker is lost, and comes back later, in turn.",
+                fix="Mend the times, or `joins`.",
+            )
+        if incident.joins:
+            del lost[incident.worker]
+            back[incident.worker] = incident.at_s
+        else:
+            lost[incident.worker] = incident.at_s
 
 
 class _Watch:

@@ -175,7 +175,9 @@ def placed(source: Source) -> Iterator[None]:
         if key is None:
             raise
         parts = re.findall(r"\w+", key[0])
-        place = source.of(tuple(int(part) if part.isdecimal() else part for part in parts))
+        path = tuple(int(part) if part.isdecimal() else part for part in parts)
+        whole = next((path[:length] for length in range(len(path), 0, -1) if path[:length] in source.overrides), path)
+        place = source.of(whole)
         raise ConfigError(f"{error.what.rstrip('.')} ({place}).", why=error.why, fix=error.fix) from None
 
 

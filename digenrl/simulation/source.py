@@ -173,6 +173,8 @@ def _schedule_of(recipe: Recipe, *, one_pool: bool) -> dict[str, Any]:
     """What the recipe says about its schedule, in the words of ``schedule`` here."""
     known = set(sections.ScheduleInput.model_fields) - ({"tag", "tag_static", "max_stale_fraction"} if one_pool else set())
     plain = {key: value for key, value in recipe.schedule.model_dump().items() if key in known}
+    if "tag" in known:
+        plain["tag"] = recipe.tag
     return {**plain, "update_order": recipe.update_order, "steps": max(1, recipe.train.steps)}
 
 

@@ -22,6 +22,7 @@ FILL: dict[Kind, str] = {
     Kind.SWITCH: "#8b8b8b",
     Kind.OPTIMIZER: "#1c1c1c",
     Kind.SYNC: "#f0d44c",
+    Kind.SAVE: "#8c564b",
     Kind.EVALUATE: "#b985b5",
 }
 _DARK = {Kind.UPDATE, Kind.OPTIMIZER, Kind.SCORE, Kind.SWITCH}

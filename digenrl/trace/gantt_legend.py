@@ -18,6 +18,7 @@ NAMES: dict[Kind, str] = {
     Kind.SWITCH: "mode switch",
     Kind.OPTIMIZER: "optimizer step",
     Kind.SYNC: "weight sync",
+    Kind.SAVE: "checkpoint",
     Kind.EVALUATE: "evaluation",
 }
 

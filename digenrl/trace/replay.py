@@ -9,6 +9,11 @@ from digenrl.trace.record import Trace
 
 def replay(trace: Trace) -> int:
     """Number of commands that were replayed. Raises ProtocolError at the first instant that cannot be, or leads elsewhere."""
+    return replay_to_the_end(trace)[0]
+
+
+def replay_to_the_end(trace: Trace) -> tuple[int, bool]:
+    """As ``replay``, and whether the record reaches the end of the run (it does not when the run was killed)."""
     scheduler = Scheduler(trace.settings)
     count = 0
     for number, entry in enumerate(trace.entries):
@@ -23,4 +28,4 @@ def replay(trace: Trace) -> int:
                 fix="The trace was written by another version of DigenRL, or it was edited.",
             )
         count += len(commands)
-    return count
+    return count, scheduler.finished

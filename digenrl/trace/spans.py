@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from digenrl.errors import ConfigError
-from digenrl.ids import MicroBatchId, WorkerId
+from digenrl.ids import MicroBatchId, StepOutcome, WorkerId
 from digenrl.scheduling.commands import (
     Accumulate,
     Command,
@@ -20,6 +20,7 @@ from digenrl.scheduling.commands import (
     Evaluate,
     Generate,
     OptimizerStep,
+    SaveCheckpoint,
     Score,
     StopRun,
     SwitchMode,
@@ -30,7 +31,6 @@ from digenrl.scheduling.events import (
     CommandFailed,
     Event,
     Finished,
-    StepOutcome,
     TrajectoryLost,
     WorkerJoined,
     WorkerLost,
@@ -49,6 +49,7 @@ _KINDS: dict[type[WorkerCommand], Kind] = {
     SwitchMode: Kind.SWITCH,
     OptimizerStep: Kind.OPTIMIZER,
     SyncWeights: Kind.SYNC,
+    SaveCheckpoint: Kind.SAVE,
     Evaluate: Kind.EVALUATE,
 }
 
@@ -199,7 +200,7 @@ class _Reader:
             author = command if isinstance(command, Generate) else self._authors.get(command.micro_batch)
             version = author.policy_version if author is not None else version
             stale = version < command.micro_batch.step
-        elif isinstance(command, SyncWeights | Evaluate):
+        elif isinstance(command, SyncWeights | Evaluate | SaveCheckpoint):
             version = command.policy_version
         if isinstance(command, Generate):
             tag = worker == self._settings.trainer and not self._settings.one_pool

@@ -20,6 +20,7 @@ LETTERS: dict[Kind, str] = {
     Kind.SWITCH: "w",
     Kind.OPTIMIZER: "O",
     Kind.SYNC: "y",
+    Kind.SAVE: "c",
     Kind.EVALUATE: "v",
 }
 _BUBBLE, _LOST, _IDLE = ".", "x", " "

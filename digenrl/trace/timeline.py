@@ -13,6 +13,7 @@ from digenrl.scheduling.commands import (
     Evaluate,
     Generate,
     OptimizerStep,
+    SaveCheckpoint,
     Score,
     SwitchMode,
     SyncWeights,
@@ -35,6 +36,7 @@ class Kind(StrEnum):
     SWITCH = "switch"
     OPTIMIZER = "optimizer"
     SYNC = "sync"
+    SAVE = "save"
     EVALUATE = "evaluate"
 
 
@@ -190,7 +192,7 @@ def describe(command: WorkerCommand) -> str:
             return str(command.micro_batch)
         case Encode() | OptimizerStep():
             return f"step {command.step}"
-        case SyncWeights() | Evaluate():
+        case SyncWeights() | Evaluate() | SaveCheckpoint():
             return f"version {command.policy_version}"
         case SwitchMode():
             return "to generating" if command.generating else "to training"

@@ -102,8 +102,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
     state = _json(path / STATE)
     if state.get("policy_version") != manifest.get("policy_version"):
         raise _damaged(path / MANIFEST, "its policy version is not the one of state.json")
-    weights = {part: load_file(path / f"{part}.safetensors") for part in PARTS}
+    weights = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
     return Checkpoint(path=path, policy_version=int(state["policy_version"]), state=state, weights=weights)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a checkpoint was ever completed in a run's ``checkpoints`` folder."""
+    return bool(_complete(folder))
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -169,6 +174,14 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, str(error)) from error
+    return tensors
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -20,20 +20,27 @@ class Ema:
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: EmaSection) -> None:
         self._parameters = parameters
         self._settings = settings
-        self._steps = 0
+        self.steps = 0
+        """Updates asked for so far."""
         self.average: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
         """Averaged weights by name."""
 
     @torch.no_grad()
     def update(self) -> None:
         """Call once after every applied optimizer step; acts at every ``update_interval``-th call."""
-        steps = self._steps
-        self._steps += 1
-        if self._steps % self._settings.update_interval:
+        steps = self.steps
+        self.steps += 1
+        if self.steps % self._settings.update_interval:
             return
         decay = min((1 + steps) / (10 + steps), self._settings.decay)
         for name, parameter in self._parameters.items():
             self.average[name].lerp_(parameter.to(self.average[name].dtype), 1 - decay)
+
+    def load(self, average: Mapping[str, Tensor], steps: int) -> None:
+        """Go on from a saved average."""
+        self.steps = steps
+        for name, tensor in self.average.items():
+            tensor.copy_(average[name])
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -43,7 +50,12 @@ class Ema:
             _load(self._parameters, self.average)
             yield
         finally:
-            _load(self._parameters, kept)
+            try:
+                _load(self._parameters, kept)
+            except BaseException:
+                # A signal that drops the evaluation may strike in the middle of this; it strikes once.
+                _load(self._parameters, kept)
+                raise
 
 
 @torch.no_grad()

@@ -19,9 +19,10 @@ from digenrl.config.schema import Recipe
 from digenrl.diffusion.dynamics import StepDistribution, gaussian_log_prob
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.diffusion.trajectory import Trajectory
-from digenrl.errors import ProtocolError, RunFailed
+from digenrl.errors import ConfigError, ProtocolError, RunFailed
+from digenrl.ids import StepOutcome
 from digenrl.models.base import Conditioning, Guidance
-from digenrl.scheduling.events import StepOutcome
+from digenrl.training.checkpoint import Checkpoint
 from digenrl.training.ema import Ema
 from digenrl.training.optim import learning_rate, make_optimizer
 from digenrl.training.policy import Policy
@@ -74,6 +75,8 @@ class Trainer:
         self.policy = policy
         self.ema = Ema(policy.parameters, recipe.train.ema) if recipe.train.ema else None
         self.optimizer = make_optimizer(policy.parameters.values(), recipe.train)
+        self.settled = True
+        """False while an optimizer step is half done, or was broken off: such weights belong to no version."""
         self._algorithm = algorithm
         self._recipe = recipe
         self._schedule = schedule
@@ -114,6 +117,7 @@ class Trainer:
             nothing_finite = self._nonfinite_pairs > 0 and not self._metrics
             finite = bool(torch.isfinite(norm)) and not nothing_finite
             outcome = StepOutcome.APPLIED if finite else StepOutcome.VOIDED
+        self.settled = False
         if outcome is StepOutcome.APPLIED:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -122,6 +126,7 @@ class Trainer:
                 self.ema.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.policy.version += 1
+        self.settled = True
         self._pairs, self._nonfinite_pairs, self._metrics = 0, 0, []
         return StepReport(outcome=outcome, metrics=metrics)
 
@@ -137,6 +142,30 @@ class Trainer:
             "optimizer": optimizer,
             "ema": dict(self.ema.average) if self.ema else {},
         }
+
+    def counters(self) -> dict[str, int]:
+        """What a checkpoint holds of the trainer beside ``weights``."""
+        return {"ema_steps": self.ema.steps if self.ema else 0}
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on exactly where a checkpoint was written. Raises ConfigError when it is of another model or optimizer."""
+        source = str(checkpoint.path)
+        self.policy.load(checkpoint.weights["parameters"], source=source)
+        self.policy.version = checkpoint.policy_version
+        average = checkpoint.weights["ema"]
+        if (self.ema is not None) != bool(average):
+            raise ConfigError(f"{source} was written with{'' if average else 'out'} an EMA.", fix="Leave train.ema as it was.")
+        if self.ema is not None:
+            self.ema.load(average, int(checkpoint.state["trainer"]["ema_steps"]))
+        saved: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in checkpoint.weights["optimizer"].items():
+            kind, _, name = key.partition(".")
+            saved.setdefault(name, {})[kind] = tensor
+        if saved and saved.keys() != self.policy.parameters.keys():
+            raise ConfigError(f"{source} holds the optimizer of another model.", fix="Use the recipe of the run.")
+        for name, state in saved.items():
+            parameter = self.policy.parameters[name]
+            self.optimizer.state[parameter] = {kind: tensor.to(parameter.device) for kind, tensor in state.items()}
 
     def _gather(self, trajectory: Trajectory, batch: PairBatch, advantages: Tensor) -> _Pairs:
         device = self.policy.adapter.device

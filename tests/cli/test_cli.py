@@ -87,7 +87,7 @@ def test_check_prints_the_arithmetic_of_a_step(digenrl: Call) -> None:
     assert (answer.code, answer.err) == (0, "")
     lines = answer.out.splitlines()
     assert lines[0].startswith("model: sd3 (")
-    assert lines[1] == "data: 1366 prompts, 80 steps"
+    assert lines[1] == "data: 1366 prompts, 70 steps"
     assert lines[2].startswith("9 prompts x 12 = 108 samples")
     assert lines[3] == "3 of 8 denoising steps trained = 36 pairs a group, 9 forward batches, padding 0 %"
     assert lines[-1] == "ok"
@@ -350,10 +350,10 @@ def test_an_output_folder_that_holds_another_run_is_refused_and_left_as_it_was(d
 
 
 def test_the_digest_of_a_folder_without_weights_is_an_error(digenrl: Call, workplace: Path) -> None:
-    is_an_error(digenrl("digest", "nothing"), "parameters.safetensors' cannot be read", "finished run")
+    is_an_error(digenrl("digest", "nothing"), "holds no complete checkpoint", "the folder of a run that has one")
     (workplace / "run" / "final").mkdir(parents=True)
     (workplace / "run" / "final" / "parameters.safetensors").write_bytes(b"junk")
-    is_an_error(digenrl("digest", "run"), "parameters.safetensors' cannot be read")
+    is_an_error(digenrl("digest", "run"), "holds no complete checkpoint")
 
 
 @pytest.mark.parametrize("arguments", [("fly",), ("check",), ("check", QUICKSTART, "--fast"), ("digest",)])
@@ -446,3 +446,22 @@ def test_tag_and_staleness_need_a_trainer_of_their_own(digenrl: Call, override: 
     answer = digenrl("check", QUICKSTART, override)
     assert answer.code == 2
     assert "cluster.placement" in answer.err
+
+
+def test_an_image_larger_than_the_model_can_draw_is_refused_before_it_is_loaded(digenrl: Call) -> None:
+    answer = digenrl("check", QUICKSTART, "rollout.height=4096")
+    assert answer.code == 2
+    assert "rollout.height (4096) is more than the 128 pixels" in answer.err
+
+
+def test_pools_of_their_own_default_to_bts_plus_and_one_process_to_never() -> None:
+    from digenrl.config.loader import load_recipe
+
+    assert load_recipe(QUICKSTART).tag == "never"
+    assert load_recipe(QUICKSTART, ["cluster.placement=disaggregated"]).tag == "bts_plus"
+
+
+def test_padding_advice_looks_at_the_samples_of_each_rank(digenrl: Call) -> None:
+    pools = "cluster.generators=[{replicas: 1, ranks: 4}]"
+    answer = digenrl("check", QUICKSTART, "cluster.placement=disaggregated", pools, "rollout.forward_batch_size=12")
+    assert "rollout.forward_batch_size=9 divides the samples of every rank" in answer.out

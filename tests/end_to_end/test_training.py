@@ -77,7 +77,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_folder_holds_all_that_the_documentation_promises(small_run: Path) -> None:
     files = {str(path.relative_to(small_run)) for path in small_run.rglob("*") if path.is_file()}
     promised = {"recipe.yaml", "metrics.jsonl", "trace.jsonl", "summary.json", "reward.png", "samples/index.jsonl"}
-    promised |= {f"final/{part}.safetensors" for part in ("parameters", "optimizer", "ema")}
+    promised |= {f"checkpoints/step-000002/{part}.safetensors" for part in ("parameters", "optimizer", "ema")}
     assert promised <= files
 
 
@@ -148,7 +148,8 @@ def test_a_lora_run_trains_the_adapters_alone(tmp_path: Path) -> None:
     assert summary["steps"] == 2
     from safetensors.torch import load_file
 
-    names = set(load_file(tmp_path / "lora" / "final" / "parameters.safetensors"))
+    (newest,) = (tmp_path / "lora" / "checkpoints").glob("step-000002")
+    names = set(load_file(newest / "parameters.safetensors"))
     assert names
     assert all("lora_" in name for name in names)
 
@@ -229,3 +230,23 @@ def test_a_run_that_cannot_start_leaves_no_folder_behind(tmp_path: Path) -> None
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_rewards_are_never_valid_stops_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text(
+        "from pydantic import BaseModel\n"
+        "class Nothing:\n"
+        "    class Settings(BaseModel):\n"
+        "        pass\n"
+        "    def __init__(self, settings): pass\n"
+        "    def score(self, samples): return {s.id: float('nan') for s in samples}\n",
+        encoding="utf-8",
+    )
+    run_folder = tmp_path / "run"
+    changes = ("train.steps=8", "eval=null", "rewards=[{type: 'nothing:Nothing'}]", f"run.output_dir={run_folder}")
+    done = digenrl("train", str(QUICKSTART), *SMALL, *changes, cwd=tmp_path)
+    assert done.returncode == 3
+    assert "No reward was valid in 3 steps in a row" in done.stderr
+    assert "equal rewards" not in done.stdout
+    rows = read_metrics(run_folder / "metrics.jsonl")
+    assert [row["skipped_steps"] for row in rows] == [1, 2, 3]

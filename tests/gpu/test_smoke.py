@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from digenrl.scheduling.events import StepOutcome
+from digenrl.ids import StepOutcome
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.errors import ProtocolError
-from digenrl.ids import MicroBatchId, WorkerId
+from digenrl.ids import MicroBatchId, StepOutcome, WorkerId
 from digenrl.scheduling.commands import (
     Accumulate,
     Encode,
@@ -25,7 +25,7 @@ from digenrl.scheduling.commands import (
     SyncWeights,
     WorkerCommand,
 )
-from digenrl.scheduling.events import Finished, RunStarted, StepOutcome
+from digenrl.scheduling.events import Finished, RunStarted
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.scheduling.state import TRANSITIONS, Move, Stage, StepState

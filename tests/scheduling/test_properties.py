@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from digenrl.driver import drive
 from digenrl.errors import ProtocolError
-from digenrl.ids import MicroBatchId, WorkerId
+from digenrl.ids import MicroBatchId, StepOutcome, WorkerId
 from digenrl.scheduling.commands import (
     Accumulate,
     Command,
@@ -39,7 +39,6 @@ from digenrl.scheduling.events import (
     Event,
     Finished,
     RunStarted,
-    StepOutcome,
     TrajectoryLost,
     WorkerJoined,
     WorkerLost,
@@ -84,7 +83,7 @@ def schedules(draw: st.DrawFn) -> SchedulerSettings:
         scorers=SCORERS if scoring == "pool" else (),
         update_order=draw(st.sampled_from(["arrival", "index"])),
         update_after=draw(st.sampled_from(["group", "step"])),
-        updates_per_rollout=draw(st.integers(1, min(2, size))),
+        updates_per_rollout=draw(st.integers(1, min(3, size))),
         tag=tag,
         tag_static=draw(st.integers(0, size)),
         replan=draw(st.sampled_from(["bubble", "step"])),
@@ -153,7 +152,7 @@ class Chaos:
         return None
 
     def _finish(self, command: WorkerCommand, at: int) -> Event:
-        if isinstance(command, Score | Generate):
+        if isinstance(command, Generate):
             self._ready.add(command.micro_batch)
         outcome = StepOutcome.APPLIED if isinstance(command, OptimizerStep) else None
         return Finished(at_us=at, command=command, outcome=outcome)
@@ -166,7 +165,7 @@ class Chaos:
             assert command.worker not in self.outstanding, "a worker has one command at a time"
             assert command.worker not in self._lost, "a lost worker gets no work"
             self.outstanding[command.worker] = command
-            if isinstance(command, Score | Accumulate):
+            if isinstance(command, Accumulate):
                 self._ready.discard(command.micro_batch)
 
 
@@ -229,7 +228,8 @@ class Audit:
                 if self.setup.scoring == "inline":
                     self.scored[its] = None
             case Score(micro_batch=its):
-                self.scored[its] = None
+                if its in self.made:
+                    self.scored[its] = None
             case Accumulate(micro_batch=its):
                 self.accumulated.append(its)
             case SwitchMode(generating=generating):
@@ -432,3 +432,25 @@ def test_the_record_of_a_troubled_run_replays_to_identical_commands(setup: Sched
             for events, commands in chaos.log:
                 trace.record(events, commands)
         assert replay(read_trace(path)) == sum(len(commands) for _, commands in chaos.log)
+
+
+@pytest.mark.parametrize("kind", [Encode, SyncWeights])
+def test_a_command_that_always_fails_is_not_tried_for_ever(kind: type) -> None:
+    scheduler = Scheduler(SchedulerSettings(steps=2, micro_batches=1, generators=POOL[:1], trainer=TRAINER, scoring="inline"))
+    outstanding: list[Any] = list(scheduler.handle(RunStarted(at_us=0)))
+    failures = 0
+    for now in range(1, 100):
+        if not outstanding:
+            break
+        command = outstanding.pop(0)
+        if isinstance(command, StopRun):
+            break
+        if isinstance(command, kind):
+            failures += 1
+            outstanding += scheduler.handle(CommandFailed(at_us=now, command=command, error="no"))
+        else:
+            outcome = StepOutcome.APPLIED if isinstance(command, OptimizerStep) else None
+            outstanding += scheduler.handle(Finished(at_us=now, command=command, outcome=outcome))
+    assert isinstance(command, StopRun)
+    assert 3 <= failures <= 4, "one more may have been on its way"
+    assert f"{kind.__name__} has failed 3 times" in command.reason

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.ids import MicroBatchId, WorkerId
+from digenrl.ids import MicroBatchId, StepOutcome, WorkerId
 from digenrl.scheduling.commands import (
     Accumulate,
     Command,
@@ -25,7 +25,7 @@ from digenrl.scheduling.commands import (
     SyncWeights,
     WorkerCommand,
 )
-from digenrl.scheduling.events import Event, Finished, RunStarted, StepOutcome
+from digenrl.scheduling.events import Event, Finished, RunStarted
 from digenrl.scheduling.micro_batches import cut_into_micro_batches
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings

@@ -248,3 +248,22 @@ def test_a_recipe_s_pools_are_the_layout_and_unlike_replicas_need_a_costs_file()
     assert (loaded.layout.replicas, loaded.layout.ranks, loaded.layout.trainer_ranks) == (3, 2, 3)
     with pytest.raises(ConfigError, match="unlike replicas"):
         load_source(str(QUICKSTART), [*placed, "cluster.generators=[{ranks: 2}, {ranks: 4}]"])
+
+
+@pytest.mark.parametrize(
+    "incidents",
+    [
+        "[{at_s: 1, worker: generator-0, joins: true}]",
+        "[{at_s: 1, worker: generator-0}, {at_s: 2, worker: generator-0}]",
+        "[{at_s: 1, worker: generator-0}, {at_s: 1, worker: generator-0, joins: true}]",
+    ],
+)
+def test_incidents_that_cannot_follow_each_other_are_the_user_s_to_mend(incidents: str, tmp_path: Path) -> None:
+    path = write(tmp_path, with_())
+    with pytest.raises(ConfigError, match=r"disturbance\.incidents\.\d: generator-0 cannot"):
+        load_source(path, [f"disturbance.incidents={incidents}"])
+
+
+def test_a_wrong_duration_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"command line, costs\.generate=-1"):
+        load_source(write(tmp_path, with_()), ["costs.generate=-1"])

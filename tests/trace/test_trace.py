@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from digenrl.errors import ConfigError, ProtocolError
-from digenrl.ids import MicroBatchId, WorkerId
+from digenrl.ids import MicroBatchId, StepOutcome, WorkerId
 from digenrl.scheduling.commands import (
     Accumulate,
     Encode,
@@ -26,7 +26,7 @@ from digenrl.scheduling.commands import (
     SyncWeights,
     WorkerCommand,
 )
-from digenrl.scheduling.events import Finished, RunStarted, StepOutcome
+from digenrl.scheduling.events import Finished, RunStarted
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.trace import codec

@@ -91,3 +91,12 @@ def test_a_trace_with_a_line_missing_is_refused_with_its_instant(written: str) -
     Path(written).write_text("".join(lines[:5] + lines[6:]), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"Instant \d+ of the trace"):
         run(written, **NOTHING)
+
+
+def test_a_record_that_stops_before_the_run_does_is_said_to(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(written, **{**NOTHING, "replay": True})
+    assert "stops before" not in capsys.readouterr().out
+    lines = Path(written).read_text(encoding="utf-8").splitlines(keepends=True)
+    Path(written).write_text("".join(lines[:20]), encoding="utf-8")
+    run(written, **{**NOTHING, "replay": True})
+    assert "commands identical; the record stops before the run's end" in capsys.readouterr().out

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-from digenrl.errors import ConfigError
-from digenrl.training.digest import digest, digest_of_folder, save_weights
+from digenrl.training.digest import digest, digests
 
 
 def base() -> dict[str, Tensor]:
@@ -55,26 +52,6 @@ def test_every_dtype_has_a_digest(dtype: torch.dtype) -> None:
     assert digest({"a": tensor}) != digest({"a": tensor.flip(0)})
 
 
-def parts() -> dict[str, dict[str, Tensor]]:
-    shared = torch.arange(4, dtype=torch.float32)
-    return {"parameters": {"w": shared, "v": shared}, "optimizer": {"step.w": torch.tensor(3.0)}, "ema": {}}
-
-
-def test_saved_weights_have_the_digests_that_were_returned(tmp_path: Path) -> None:
-    written = save_weights(tmp_path / "final", parts())
-    assert digest_of_folder(tmp_path / "final") == written
-    assert written == {part: digest(tensors) for part, tensors in parts().items()}
-
-
-@pytest.mark.parametrize("damage", ["gone", "cut", "pickle"])
-def test_a_missing_or_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
-    save_weights(tmp_path, parts())
-    path = tmp_path / "optimizer.safetensors"
-    if damage == "gone":
-        path.unlink()
-    elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:-1])
-    else:
-        torch.save({"a": torch.zeros(1)}, path)
-    with pytest.raises(ConfigError, match=r"optimizer\.safetensors"):
-        digest_of_folder(tmp_path)
+def test_digests_are_by_part() -> None:
+    weights = {"parameters": base(), "optimizer": {}, "ema": base()}
+    assert digests(weights) == {part: digest(tensors) for part, tensors in weights.items()}

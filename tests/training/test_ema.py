@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from digenrl.config.schema import EmaSection
-from digenrl.scheduling.events import StepOutcome
+from digenrl.ids import StepOutcome
 from digenrl.training.digest import digest
 from digenrl.training.ema import Ema
 

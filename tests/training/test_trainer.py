@@ -16,7 +16,7 @@ from digenrl.algorithms.flow_grpo import FlowGRPO
 from digenrl.config.schema import Recipe
 from digenrl.diffusion.trajectory import Trajectory
 from digenrl.errors import ProtocolError, RunFailed
-from digenrl.scheduling.events import StepOutcome
+from digenrl.ids import StepOutcome
 from digenrl.training.digest import digest
 
 RigMaker = Callable[..., Any]

@@ -1,0 +1,104 @@
+"""``digenrl sample``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from digenrl.cli.environment import calm_threads
+from digenrl.errors import ConfigError
+
+DEFAULT_OUT = "sample.png"
+
+
+def run(
+    source: str,
+    *,
+    prompts: Sequence[str],
+    seed: int | None = None,
+    num: int = 1,
+    out: str = DEFAULT_OUT,
+    steps: int | None = None,
+    weights: Literal["ema", "raw"] | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    true_cfg_scale: float | None = None,
+    guidance_scale: float | None = None,
+    device: str | None = None,
+) -> None:
+    """Draw ``num`` pictures of each prompt and save them as PNG; what is None is as the run evaluates."""
+    if not prompts or num < 1:
+        raise ConfigError("There is nothing to draw.", fix='Give a prompt, --prompt "two red circles", and --num of at least 1.')
+    paths = output_paths(out, len(prompts), num)
+    calm_threads()
+    from PIL import Image
+
+    from digenrl.data.prompts import Prompt
+    from digenrl.runtime.draw import draw
+    from digenrl.runtime.saved_run import OpenOptions, open_model
+
+    changes = {
+        "eval.seed": seed,
+        "eval.num_inference_steps": steps,
+        "eval.true_cfg_scale": true_cfg_scale,
+        "eval.guidance_scale": guidance_scale,
+        "rollout.height": height,
+        "rollout.width": width,
+    }
+    opened = open_model(source, OpenOptions(weights=weights, changes=changes, device=device))
+    for warning in opened.saved.warnings:
+        print(f"warning: passed over a newer checkpoint: {warning}")
+    images = draw(opened, [Prompt(text=text) for text in prompts], num=num)
+    section = opened.saved.section
+    print(f"{opened.saved.description}: {section.num_inference_steps} ODE steps, seed {section.seed}")
+    for index, (path, image) in enumerate(zip(paths, images, strict=True)):
+        _save(Image.fromarray(image), path)
+        print(f"{path}  {prompts[index // num]}")
+
+
+def output_paths(out: str, prompts: int, num: int) -> list[Path]:
+    """Where the pictures go, prompt by prompt: ``x.png`` for one, ``x-000.png`` and so on for several, or into a folder.
+
+    Raises ConfigError when one of them is there already.
+    """
+    count = prompts * num
+    path = Path(out)
+    is_folder = path.is_dir() or out.endswith(("/", os.sep)) or not path.suffix
+    if not is_folder and path.suffix.lower() != ".png":
+        raise ConfigError(
+            f"--out {out!r} is not a PNG file.",
+            why="Pictures are saved without loss, as the rewards see them.",
+            fix=f"Use --out {path.with_suffix('.png')}, or a folder.",
+        )
+    if is_folder:
+        paths = [path / f"prompt-{p:03d}-sample-{s:03d}.png" for p in range(prompts) for s in range(num)]
+    elif count == 1:
+        paths = [path]
+    else:
+        paths = [path.with_name(f"{path.stem}-{index:03d}{path.suffix}") for index in range(count)]
+    for each in paths:
+        if os.path.lexists(each):
+            raise _taken(each)
+    return paths
+
+
+def _save(image: object, path: Path) -> None:
+    from PIL import Image
+
+    assert isinstance(image, Image.Image)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:  # x: a file that has come since is not overwritten either
+            image.save(file, format="PNG")
+    except FileExistsError as error:
+        raise _taken(path) from error
+    except OSError as error:
+        raise ConfigError(f"Cannot write {str(path)!r}: {error.strerror or error}.", fix="Choose another --out.") from error
+
+
+def _taken(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{str(path)!r} is there already.", why="Nothing is ever overwritten.", fix="Choose another --out, or delete it yourself."
+    )

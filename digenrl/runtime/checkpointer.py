@@ -1,0 +1,79 @@
+"""What a checkpoint of a run holds beside its weights, and how a run takes it up again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import digenrl
+from digenrl.config.schema import Recipe
+from digenrl.errors import ConfigError
+from digenrl.scheduling.costs import MeasuredTask, Task
+from digenrl.scheduling.scheduler import Scheduler
+from digenrl.training.checkpoint import Checkpoint, save_checkpoint
+from digenrl.training.trainer import Trainer
+
+
+class Checkpointer:
+    """Saves one run."""
+
+    def __init__(self, folder: Path, recipe: Recipe, trainer: Trainer, scheduler: Scheduler, *, skipped_steps: int) -> None:
+        self._folder = folder
+        self._recipe = recipe
+        self._trainer = trainer
+        self._scheduler = scheduler
+        self.skipped_steps = skipped_steps
+        """Voided steps of the whole run; kept up to date by the executor."""
+
+    def save(self) -> Path:
+        """Write a checkpoint of the version that the trainer is at. Raises RunFailed when it cannot be written."""
+        state = self._scheduler.state
+        return save_checkpoint(
+            self._folder,
+            self._trainer.policy.version,
+            self._trainer.weights(),
+            {
+                "digenrl": digenrl.__version__,
+                "recipe": self._recipe.to_plain(),
+                "trainer": self._trainer.counters(),
+                "skipped_steps": self.skipped_steps,
+                "skipped_in_a_row": state.skipped_in_a_row,
+                "measured": [asdict(known) for known in state.estimates.measured()],
+            },
+            keep_last=self._recipe.train.keep_last,
+        )
+
+
+def measured_of(checkpoint: Checkpoint | None) -> tuple[MeasuredTask, ...]:
+    """The durations that the run had measured."""
+    if checkpoint is None:
+        return ()
+    return tuple(
+        MeasuredTask(task=Task(item["task"]), worker=int(item["worker"]), ticks=tuple(item["ticks"]))
+        for item in checkpoint.state["measured"]
+    )
+
+
+CHANGEABLE = ("train.steps", "train.save_freq", "train.keep_last", "eval.freq", "log", "run.output_dir")
+"""What may differ between a run and its continuation without changing what the steps so far have computed."""
+
+
+def check_same_run(recipe: Recipe, original: Recipe) -> None:
+    """Raise ConfigError when a recipe differs from the run's own in anything that CHANGEABLE does not name."""
+    before, now = _flat(original.to_plain()), _flat(recipe.to_plain())
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    refused = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in CHANGEABLE)]
+    if refused:
+        key = refused[0]
+        raise ConfigError(
+            f"{key} was {before.get(key)!r} in the run and is {now.get(key)!r} now.",
+            why="A continued run has to give the numbers of an uninterrupted one, so what they depend on cannot change.",
+            fix=f"Leave it as it was (only {', '.join(CHANGEABLE)} may change), or start a new run.",
+        )
+
+
+def _flat(plain: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(plain, dict):
+        return {prefix: plain}
+    return {name: value for key, item in plain.items() for name, value in _flat(item, f"{prefix}.{key}".strip(".")).items()}
