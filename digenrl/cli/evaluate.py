@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,10 +55,12 @@ def run(
     with fresh_folder(target) as draft:
         _write(draft, loaded, scored, summary)
         _sheet(images, loaded, scored, summary, saved.name).save(draft / "sheet.png")
+    for warning in saved.warnings:
+        print(f"warning: passed over a newer checkpoint: {warning}", file=sys.stderr)
     if as_json:
         print(json.dumps({**summary, "out": str(target)}, indent=2))
         return
-    for line in (*(f"warning: passed over a newer checkpoint: {w}" for w in saved.warnings), *summary_lines(summary)):
+    for line in summary_lines(summary):
         print(line)
     print(f"scores and pictures: {target}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +30,7 @@ def run(run_folder: str, out: str, *, weights: Literal["ema", "raw"] | None = No
     with fresh_folder(target) as draft:
         _write(opened, draft)
     for warning in saved.warnings:
-        print(f"warning: passed over a newer checkpoint: {warning}")
+        print(f"warning: passed over a newer checkpoint: {warning}", file=sys.stderr)
     print(f"{saved.description} -> {target}")
     for path in sorted(target.rglob("*")):
         if path.is_file():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -70,6 +70,75 @@ def digest(run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A fini
     from digenrl.cli.digest import run
 
     run(run_folder)
+
+
+RunOrModel = Annotated[
+    str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a model folder, a hub id, or builtin:shapes.")
+]
+Weights = Annotated[Literal["ema", "raw"] | None, typer.Option(help="Averaged or raw weights; averaged where the run has them.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N; the run's by default.")]
+
+
+@app.command()
+def export(
+    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="New or empty folder.")],
+    weights: Weights = None,
+) -> None:
+    """Write a run's weights for diffusers, LoRA or full, with a model card."""
+    from digenrl.cli.export import run
+
+    run(run_folder, out, weights=weights)
+
+
+@app.command()
+def sample(
+    source: RunOrModel,
+    prompt: Annotated[list[str], typer.Option("--prompt", help="A prompt; may be given several times.")],
+    num: Annotated[int, typer.Option(help="Pictures of each prompt.", min=1)] = 1,
+    out: Annotated[str, typer.Option(metavar="FILE.png_OR_FOLDER", help="x.png, x-000.png..., or a folder.")] = "sample.png",
+    seed: Annotated[int | None, typer.Option(help="Seed of the noise; the run's eval.seed by default.", min=0)] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps (ODE).", min=1)] = None,
+    weights: Weights = None,
+    height: Annotated[int | None, typer.Option(help="Pixels.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
+    true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 is none.")] = None,
+    guidance_scale: Annotated[float | None, typer.Option(help="Embedded guidance of distilled models.")] = None,
+    device: Device = None,
+) -> None:
+    """Draw pictures with a run or a model, as its evaluation draws them."""
+    from digenrl.cli.sample import run
+
+    run(
+        source,
+        prompts=prompt,
+        seed=seed,
+        num=num,
+        out=out,
+        steps=steps,
+        weights=weights,
+        height=height,
+        width=width,
+        true_cfg_scale=true_cfg_scale,
+        guidance_scale=guidance_scale,
+        device=device,
+    )
+
+
+@app.command("eval")
+def evaluate(
+    source: RunOrModel,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="Prompts; the recipe's eval.prompts by default.")] = None,
+    recipe: Annotated[str | None, typer.Option(metavar="RECIPE", help="Rewards and eval settings; needed for a model.")] = None,
+    as_json: AsJson = False,
+    out: Annotated[str | None, typer.Option(metavar="FOLDER", help="Default: RUN/eval-step-N, or ./eval-NAME.")] = None,
+    weights: Weights = None,
+    device: Device = None,
+) -> None:
+    """Score one picture of every prompt: means by reward and category, scores.jsonl and a picture sheet."""
+    from digenrl.cli.evaluate import run
+
+    run(source, prompts=prompts, recipe=recipe, as_json=as_json, out=out, weights=weights, device=device)
 
 
 Source = Annotated[

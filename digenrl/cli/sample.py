@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -49,7 +50,7 @@ def run(
     }
     opened = open_model(source, OpenOptions(weights=weights, changes=changes, device=device))
     for warning in opened.saved.warnings:
-        print(f"warning: passed over a newer checkpoint: {warning}")
+        print(f"warning: passed over a newer checkpoint: {warning}", file=sys.stderr)
     images = draw(opened, [Prompt(text=text) for text in prompts], num=num)
     section = opened.saved.section
     print(f"{opened.saved.description}: {section.num_inference_steps} ODE steps, seed {section.seed}")

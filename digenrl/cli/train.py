@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from digenrl.cli.check import inspect
+from digenrl.cli.environment import calm_threads
 from digenrl.config.loader import load_recipe
 from digenrl.config.schema import Recipe
 from digenrl.config.text import expand_home
@@ -20,11 +21,8 @@ def run(path: str | None, overrides: Sequence[str], *, resume: str | None) -> No
     """Train, or go on with a run, and print what came out."""
     recipe, folder = _what_to_train(path, overrides, resume)
     inspect(recipe)  # a mistake shows in a second, before torch is imported and a run folder made
-    # Before torch is imported: waiting threads must sleep, since spinning costs up to 9 times the wall time on shared cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    calm_threads()
     os.environ.setdefault("OMP_NUM_THREADS", str(recipe.run.threads_per_worker))
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from digenrl.runtime import train
     from digenrl.runtime.interrupt import StopRequested
 

@@ -12,7 +12,7 @@ from digenrl.config.model_folder import ModelFolder, inspect_model_folder
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
 
-_PIPELINES = {
+PIPELINES = {  # by model.type: diffusers' class, and the components that it cannot do without
     "sd3": (
         "StableDiffusion3Pipeline",
         ("transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
@@ -83,12 +83,12 @@ def _check_guidance(recipe: Recipe) -> None:
 
 
 def _check_model(recipe: Recipe) -> ModelFolder | None:
-    if recipe.model.type not in _PIPELINES:
+    if recipe.model.type not in PIPELINES:
         return None
     path = resolve(recipe.model.path, where="model.path")
-    if not os.path.exists(path) and _looks_like_hub_id(recipe.model.path):
+    if not os.path.exists(path) and looks_like_hub_id(recipe.model.path):
         return None
-    pipeline, required = _PIPELINES[recipe.model.type]
+    pipeline, required = PIPELINES[recipe.model.type]
     folder = inspect_model_folder(path, pipeline=pipeline, required=required)
     for side in ("height", "width"):
         pixels = getattr(recipe.rollout, side)
@@ -110,5 +110,6 @@ def _check_model(recipe: Recipe) -> ModelFolder | None:
     return folder
 
 
-def _looks_like_hub_id(path: str) -> bool:
+def looks_like_hub_id(path: str) -> bool:
+    """Whether a model.path is owner/name on the hub, where no folder of that name is there."""
     return not path.startswith((PREFIX, "/", ".", "~")) and path.count("/") == 1

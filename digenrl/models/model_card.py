@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from digenrl.config.builtin import PREFIX, resolve
-from digenrl.config.checks import _looks_like_hub_id
+from digenrl.config.checks import looks_like_hub_id
 from digenrl.config.schema import EvalSection, Recipe
 from digenrl.models.export import LORA_FILE, flow_shift
 
@@ -103,7 +103,7 @@ def base_name(path: str) -> str:
     """A name for the base model that tells nothing about this machine: its id on the hub, or the folder's last part."""
     if path.startswith(PREFIX):
         return f"digenrl-tiny-{path.removeprefix(PREFIX)}"
-    is_hub_id = _looks_like_hub_id(path) and not os.path.exists(path)
+    is_hub_id = looks_like_hub_id(path) and not os.path.exists(path)
     return path if is_hub_id else Path(os.path.abspath(path)).name
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from digenrl.config.builtin import PREFIX, resolve
-from digenrl.config.checks import _PIPELINES  # the one place that says which pipeline is which family
+from digenrl.config.checks import PIPELINES  # the one place that says which pipeline is which family
 from digenrl.config.loader import recipe_from_plain
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
@@ -56,7 +56,7 @@ def pipeline_config(source: str) -> dict[str, Any]:
 def family_of(source: str, index: dict[str, Any]) -> str:
     """The ``model.type`` of a model whose ``model_index.json`` is ``index``."""
     pipeline = index.get("_class_name")
-    families = {name: family for family, (name, _) in _PIPELINES.items()}
+    families = {name: family for family, (name, _) in PIPELINES.items()}
     if pipeline not in families:
         raise ConfigError(
             f"{source!r} holds a {pipeline}, a pipeline of no model family that DigenRL knows.",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from digenrl.config.builtin import PREFIX
-from digenrl.config.checks import _looks_like_hub_id
+from digenrl.config.checks import looks_like_hub_id
 from digenrl.config.loader import load_recipe, recipe_from_plain
 from digenrl.config.registry import component_class
 from digenrl.config.schema import EvalSection, Recipe
@@ -151,7 +151,7 @@ def is_run(source: str) -> bool:
         return False
     folder = expand_home(source, where="run or model")
     if not os.path.isdir(folder):  # unlike Path.is_dir, False for every path that cannot exist, too
-        if _looks_like_hub_id(source) and not os.path.exists(folder):
+        if looks_like_hub_id(source) and not os.path.exists(folder):
             return False
         raise _neither(source, "it is not a folder" if os.path.exists(folder) else "there is no such folder")
     if (folder / "model_index.json").is_file():

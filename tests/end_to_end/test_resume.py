@@ -24,7 +24,7 @@ from digenrl.metrics.log import read_metrics
 from digenrl.rewards.base import RewardSample
 from digenrl.runtime.interrupt import StopRequested
 from digenrl.runtime.train import resume, train
-from digenrl.scheduling.commands import Accumulate, OptimizerStep
+from digenrl.scheduling.commands import Accumulate
 from digenrl.scheduling.events import Finished
 from digenrl.trace.record import read_trace
 
@@ -85,16 +85,15 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def trained(folder: Path) -> Counter[tuple[int, int]]:
-    """(step, micro-batch) that reached a completed optimizer step, over all traces of a run."""
+    """(step, micro-batch) accumulated into the weights that the run has: what came before each continuation, and after."""
+    traces = sorted((read_trace(path) for path in folder.glob("trace*.jsonl")), key=lambda trace: trace.settings.first_version)
+    ends = [*(trace.settings.first_version for trace in traces[1:]), STEPS * 100]
     found: Counter[tuple[int, int]] = Counter()
-    for path in sorted(folder.glob("trace*.jsonl")):
-        part: Counter[tuple[int, int]] = Counter()
-        for event in (event for entry in read_trace(path).entries for event in entry.events):
+    for trace, end in zip(traces, ends, strict=True):
+        for event in (event for entry in trace.entries for event in entry.events):
             command = event.command if isinstance(event, Finished) else None
-            if isinstance(command, Accumulate):
-                part[command.micro_batch.step, command.micro_batch.index] += 1
-            elif isinstance(command, OptimizerStep):
-                found.update({key: count for key, count in part.items() if key[0] == command.step})
+            if isinstance(command, Accumulate) and command.micro_batch.step < end:
+                found[command.micro_batch.step, command.micro_batch.index] += 1
     return found
 
 
@@ -190,10 +189,11 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
         try:
             wait_for_training(process)
         except AssertionError:
+            process.communicate(timeout=20)
             break  # it was finished
         time.sleep(draw.uniform(0.0, 0.8))
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=20)
+        process.communicate(timeout=20)
     process = start(*arguments)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
