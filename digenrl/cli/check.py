@@ -69,6 +69,12 @@ def inspect(recipe: Recipe) -> Inspection:
         both = {prompt.text for prompt in held_out} & {prompt.text for prompt in loaded.prompts}
         if both:
             warnings.append(f"{len(both)} prompts of eval.prompts are also trained on, for example {min(both)!r}")
+    pairs, rows = step_arithmetic(recipe).timestep_batch_size, recipe.rollout.forward_batch_size
+    if recipe.model.dtype == "bfloat16" and pairs != rows:
+        warnings.append(
+            f"in bfloat16, forward passes of {rows} samples in rollout and {pairs} pairs in training differ by more than a clip "
+            "of the importance ratio: give rollout.forward_batch_size and train.timestep_batch_size one value"
+        )
     return Inspection(folder=folder, prompts=len(loaded.prompts), warnings=tuple(warnings))
 
 

@@ -53,6 +53,8 @@ class ModelAdapter(Protocol):
     transformer: nn.Module
     """The network that is trained."""
     device: torch.device
+    truncated_prompts: set[str]
+    """Prompts encoded so far that no text encoder saw to their end."""
     default_lora_targets: tuple[str, ...]
     """Ends of the module names that get an adapter when the recipe names none."""
 

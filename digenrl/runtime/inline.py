@@ -102,6 +102,7 @@ class InlineExecutor:
             case Encode():
                 record = self._ledger.step(command.step)
                 record.conditioning = self._workers.generator.encode(record.prompts)
+                self._journal.encoded(self._workers.trainer.policy.adapter.truncated_prompts)
             case Generate():
                 self._generate(command)
             case Score():

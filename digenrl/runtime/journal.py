@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,14 @@ class Journal:
         """A command of this kind took so long."""
         for timing in (self._step_timing, self.timing):
             timing[kind] = timing.get(kind, 0.0) + seconds
+
+    def encoded(self, truncated: Collection[str]) -> None:
+        """Prompts are encoded; ``truncated`` are the ones so far that no text encoder saw to their end."""
+        if truncated:
+            self._console.warn(
+                "truncated",
+                f"a prompt is longer than the text encoders read, and its end is ignored: {min(truncated)[:80]!r}...",
+            )
 
     def scored(
         self, micro_batch: MicroBatchId, samples: Sequence[SampleId], prompts: Sequence[Prompt], batch: ScoredBatch

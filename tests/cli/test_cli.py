@@ -465,3 +465,9 @@ def test_padding_advice_looks_at_the_samples_of_each_rank(digenrl: Call) -> None
     pools = "cluster.generators=[{replicas: 1, ranks: 4}]"
     answer = digenrl("check", QUICKSTART, "cluster.placement=disaggregated", pools, "rollout.forward_batch_size=12")
     assert "rollout.forward_batch_size=9 divides the samples of every rank" in answer.out
+
+
+def test_check_warns_where_bfloat16_would_make_the_importance_ratio_noise(digenrl: Call) -> None:
+    advice = "give rollout.forward_batch_size and train.timestep_batch_size one value"
+    assert advice not in digenrl("check", QUICKSTART, "model.dtype=bfloat16").out
+    assert advice in digenrl("check", QUICKSTART, "model.dtype=bfloat16", "rollout.forward_batch_size=12").out

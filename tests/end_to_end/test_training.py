@@ -250,3 +250,12 @@ def test_a_run_whose_rewards_are_never_valid_stops_and_says_so(tmp_path: Path) -
     assert "equal rewards" not in done.stdout
     rows = read_metrics(run_folder / "metrics.jsonl")
     assert [row["skipped_steps"] for row in rows] == [1, 2, 3]
+
+
+def test_a_prompt_that_is_too_long_for_the_text_encoders_is_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "long.txt"
+    prompts.write_text("a red circle and " * 20 + "\n", encoding="utf-8")
+    run(tmp_path / "run", f"data.prompts={prompts}", "data.stratify_by=null", "rewards=[{type: jpeg}]", "train.steps=1")
+    assert "its end is ignored: 'a red circle and" in capsys.readouterr().out
