@@ -65,6 +65,7 @@ class Algorithm(Protocol):
     """One algorithm. ``__init__(self, settings, recipe)``; a class of your own also has an inner ``Settings``."""
 
     dynamics: Dynamics
+    """How a step is drawn and what its log-probability is, in rollout and training alike."""
     log_prob_reduction: Literal["mean", "sum"]
     needs_reference: bool
     """Whether the loss looks at the starting model."""

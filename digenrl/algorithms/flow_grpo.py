@@ -1,17 +1,25 @@
 """Flow-GRPO: online policy gradients for flow-matching models (Liu et al., arXiv 2505.05470).
 
-Each denoising step of the SDE is an action with log-probability log N(x'; mu_theta, tau^2 I), tau the transition standard
-deviation (diffusion/dynamics.py). With advantages A of the prompt's group and r = exp(log p_theta - log p_old):
+Each denoising step is an action. ``dynamics`` (diffusion/dynamics.py) says how it is drawn and what its log-probability is:
+log N(x'; mu_theta, tau^2 I) for the SDEs, tau the transition standard deviation, and -(x' - mu_theta)^2 for Flow-CPS. With
+advantages A of the prompt's group and r = exp(log p_theta - log p_old):
 
     L = sum over pairs of  max(-A r, -A clip(r, 1 - c, 1 + c)) + beta KL(theta || reference)        divided by Z once
 
 Deviations from the paper and from yifan123/flow_grpo:
  1. sigma_0 guard with min(s, sigma_1) instead of a test for exactly 1 (same numbers on SD3, finite on UniPC schedules).
  2. The last denoising step is deterministic; flow_grpo adds noise there, which stays in the image and is not trained.
- 3. The KL is the exact Gaussian one by default; flow_grpo leaves |dt| out (``kl_form: flow_grpo``).
+ 3. The KL is the exact Gaussian one by default, for every dynamics; flow_grpo leaves |dt| out (``kl_form: flow_grpo``, for
+    ``dynamics: flow_sde`` alone), and GenRL leaves 2 tau^2 out for Flow-CPS.
  4. The divisor is Z, the number of pairs of valid samples, not a fixed number of accumulation steps.
  5. Groups are keyed by prompt index, so two equal prompts in a step stay two groups.
- 6. With ``timestep_selection: window`` this is Flow-GRPO-Fast; the window is one per RL step.
+ 6. With ``timestep_selection: window`` this is Flow-GRPO-Fast; the window is one per RL step. flow_grpo's other form of it,
+    one deterministic prefix per prompt that branches at the window, is not built.
+ 7. ``dynamics: cps`` is Flow-CPS (arXiv 2509.05952). Its mean is the Euler step plus a multiple of the predicted noise: the
+    peers' formula to rounding, and the ODE step bit for bit at noise level 0, where theirs is it to rounding.
+ 8. ``dynamics: dance_sde`` is DanceGRPO's step alone (arXiv 2505.07818), under this objective. With the last step deterministic
+    the final latents are that step's predicted image, which is what DanceGRPO decodes. MixGRPO's copy of that step leaves the
+    log-probability's constants out; the ratio is the same.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from digenrl.cli.environment import calm_threads
+from digenrl.config.text import expand_home
 from digenrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def run(
     judge = load_recipe(recipe) if recipe is not None else None
     saved = find_model(source, OpenOptions(weights=weights, judge=judge, changes={"eval.prompts": prompts}, device=device))
     _check_can_score(saved, has_judge=judge is not None)
-    target = Path(out) if out is not None else default_out(saved)
+    target = expand_home(out, where="--out") if out is not None else default_out(saved)
     check_is_free(target)
     loaded = load_prompts(resolve(str(saved.held_out), where="eval.prompts")).prompts
     rewards = WeightedRewards.from_recipe(saved.recipe.rewards)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from digenrl.cli.environment import calm_threads
+from digenrl.config.text import expand_home
 from digenrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def run(run_folder: str, out: str, *, weights: Literal["ema", "raw"] | None = No
     from digenrl.runtime.fresh_folder import check_is_free, fresh_folder
     from digenrl.runtime.saved_run import OpenOptions, find_model, is_run, load_model
 
-    target = Path(out)
+    target = expand_home(out, where="OUT")
     check_is_free(target)
     if not is_run(run_folder):
         raise ConfigError(f"{run_folder!r} is a model, and export takes a run.", fix="Name the folder of a run.")

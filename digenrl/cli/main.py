@@ -65,7 +65,7 @@ def show(
 
 
 @app.command()
-def digest(run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A finished run's folder.")]) -> None:
+def digest(run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
     """SHA-256 of a run's parameters, optimizer state and averaged weights, as JSON."""
     from digenrl.cli.digest import run
 

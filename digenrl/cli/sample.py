@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from digenrl.cli.environment import calm_threads
+from digenrl.config.text import expand_home
 from digenrl.errors import ConfigError
 
 DEFAULT_OUT = "sample.png"
@@ -65,7 +66,7 @@ def output_paths(out: str, prompts: int, num: int) -> list[Path]:
     Raises ConfigError when one of them is there already.
     """
     count = prompts * num
-    path = Path(out)
+    path = expand_home(out, where="--out")
     is_folder = path.is_dir() or out.endswith(("/", os.sep)) or not path.suffix
     if not is_folder and path.suffix.lower() != ".png":
         raise ConfigError(

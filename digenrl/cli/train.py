@@ -29,7 +29,7 @@ def run(path: str | None, overrides: Sequence[str], *, resume: str | None) -> No
     try:
         summary = train.train(recipe) if folder is None else train.resume(recipe, folder)
     except StopRequested as stop:
-        print("stopped by a signal; the run is saved, go on with `digenrl train --resume RUN`", file=sys.stderr)
+        print("stopped by a signal; go on with `digenrl train --resume` and the run folder named above", file=sys.stderr)
         sys.exit(stop.exit_code)
     for line in result_lines(summary):
         print(line)
@@ -43,6 +43,12 @@ def _what_to_train(path: str | None, overrides: Sequence[str], resume: str | Non
             raise ConfigError(
                 f"--resume: {resume!r} is not a run folder: it has no recipe.yaml.",
                 fix="Name the folder that `digenrl train` printed when the run began.",
+            )
+        if path is not None and path.endswith((".yaml", ".yml")):
+            raise ConfigError(
+                f"{path!r} and --resume {resume} are two recipes.",
+                why="A run goes on with its own recipe.",
+                fix="Leave the recipe out; changes like train.steps=100 may stay.",
             )
         # The recipe is the run's own, so what stands in its place on the command line is the first override.
         changes = [*([path] if path is not None else []), *overrides]

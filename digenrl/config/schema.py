@@ -78,7 +78,9 @@ class RolloutSection(Section):
     num_inference_steps: int = Field(ge=1, le=_MOST, description="Denoising steps T.")
     height: int = Field(ge=8, le=_MOST, description="Image height in pixels.")
     width: int = Field(ge=8, le=_MOST, description="Image width in pixels.")
-    noise_level: float = Field(default=0.7, ge=0, description="Strength a of the SDE noise; 0 is the ODE.")
+    noise_level: float = Field(
+        default=0.7, ge=0, description="Strength of the SDE noise (a of flow_sde and cps, eta of dance_sde); 0 is the ODE."
+    )
     true_cfg_scale: float = Field(
         default=1.0,
         ge=1,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from digenrl.diffusion.batching import row_batches
-from digenrl.diffusion.dynamics import Dynamics, gaussian_log_prob
+from digenrl.diffusion.dynamics import Dynamics, StepDistribution
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 
 Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -87,9 +87,8 @@ def denoise(
         if len(rows):
             rows, slots = rows.to(x.device), slots.to(x.device)
             latents[rows, slots], next_latents[rows, slots] = x[rows], x_next[rows]
-            log_probs[rows, slots] = gaussian_log_prob(
-                x_next[rows], distribution.mean[rows], distribution.transition_std[rows], log_prob_reduction
-            )
+            trained = StepDistribution(distribution.mean[rows], distribution.transition_std[rows])
+            log_probs[rows, slots] = dynamics.log_prob(x_next[rows], trained, log_prob_reduction)
         x = x_next
     return Denoised(latents=latents, next_latents=next_latents, log_probs=log_probs, final_latents=x)
 

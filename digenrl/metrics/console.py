@@ -16,6 +16,8 @@ class RunConsole:
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self._console = console or Console()
         self._steps = steps
+        self.first_step = 0
+        """First step that this process trains, for the time that is left."""
         self._began = time.monotonic()
         self._warned: set[str] = set()
         self._progress: Progress | None = None
@@ -49,7 +51,7 @@ class RunConsole:
             self._progress.update(self._task, completed=step + 1, reward=reward, rate=rate)
             return
         elapsed = time.monotonic() - self._began
-        left = elapsed / (step + 1) * (self._steps - step - 1)
+        left = elapsed / (step + 1 - self.first_step) * (self._steps - step - 1)
         self.say(
             f"step {step + 1:>4}/{self._steps}  reward {reward}  grad norm {metrics.get('grad_norm', float('nan')):.2e}  "
             f"{rate}  {elapsed:.0f} s, {left:.0f} s left"

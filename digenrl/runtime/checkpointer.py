@@ -55,21 +55,38 @@ def measured_of(checkpoint: Checkpoint | None) -> tuple[MeasuredTask, ...]:
     )
 
 
-CHANGEABLE = ("train.steps", "train.save_freq", "train.keep_last", "eval.freq", "log", "run.output_dir")
+CHANGEABLE = (
+    "train.steps",
+    "train.save_freq",
+    "train.keep_last",
+    "train.max_skipped_steps",
+    "eval.freq",
+    "log",
+    "run.output_dir",
+)
 """What may differ between a run and its continuation without changing what the steps so far have computed."""
 
 
 def check_same_run(recipe: Recipe, original: Recipe) -> None:
-    """Raise ConfigError when a recipe differs from the run's own in anything that CHANGEABLE does not name."""
+    """Raise ConfigError when a recipe differs from the run's own in anything that CHANGEABLE does not name.
+
+    ``train.steps`` may change only where the learning rate does not depend on it.
+    """
     before, now = _flat(original.to_plain()), _flat(recipe.to_plain())
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    refused = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in CHANGEABLE)]
+    free = [key for key in CHANGEABLE if key != "train.steps" or recipe.train.lr_schedule == "constant"]
+    refused = [key for key in changed if not any(key == each or key.startswith(f"{each}.") for each in free)]
     if refused:
         key = refused[0]
+        falls = key == "train.steps"
         raise ConfigError(
             f"{key} was {before.get(key)!r} in the run and is {now.get(key)!r} now.",
-            why="A continued run has to give the numbers of an uninterrupted one, so what they depend on cannot change.",
-            fix=f"Leave it as it was (only {', '.join(CHANGEABLE)} may change), or start a new run.",
+            why=f"The {recipe.train.lr_schedule} learning rate of the steps so far was made for the old number."
+            if falls
+            else "A continued run has to give the numbers of an uninterrupted one, so what they depend on cannot change.",
+            fix="Start a new run, or use train.lr_schedule=constant from its beginning."
+            if falls
+            else f"Leave it as it was (only {', '.join(free)} may change), or start a new run.",
         )
 
 

@@ -94,10 +94,13 @@ class InlineExecutor:
     def _carry_out(self, command: WorkerCommand, began_us: int) -> StepOutcome | None:
         match command:
             case OptimizerStep():
+                trainer = self._workers.trainer
                 with self._interrupt.critical():
-                    report = self._workers.trainer.optimizer_step()
-                self._timed(command, began_us)
-                self._journal.stepped(command.step, report, self._ledger.close_step(command.step))
+                    report = trainer.optimizer_step()
+                    self._timed(command, began_us)
+                    # A version whose step is not in the log must not be saved: it could not be logged again.
+                    self._journal.stepped(command.step, report, self._ledger.close_step(command.step))
+                    trainer.stepping = False
                 return report.outcome
             case Encode():
                 record = self._ledger.step(command.step)

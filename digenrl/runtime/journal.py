@@ -123,7 +123,6 @@ class Journal:
             "invalid_samples": float((~np.isfinite(evaluation.rewards)).sum()),
             **{f"reward/{name}": value for name, value in evaluation.parts.items()},
         }
-        self._log.log("eval", version, metrics)
         parts = ", ".join(f"{name} {value:.3f}" for name, value in evaluation.parts.items())
         self._console.say(f"held out, version {version}: reward {evaluation.reward:.3f} ({parts})")
         count = min(self._recipe.log.num_samples, len(prompts))
@@ -134,6 +133,8 @@ class Journal:
         names = [f"prompt-{i:03d}" for i in range(count)]
         self._folder.save_samples(f"eval-version-{version:06d}", evaluation.images[:count], names, rows)
         self._log.images("eval/samples", version, evaluation.images[:count], [_caption(row) for row in rows])
+        # The row comes last: a version whose row is there is not evaluated again when the run goes on.
+        self._log.log("eval", version, metrics)
 
 
 def _reward_metrics(record: StepRecord) -> dict[str, float]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -21,8 +22,10 @@ from PIL import Image
 
 from digenrl.config.schema import Recipe
 from digenrl.config.text import expand_home
-from digenrl.errors import ConfigError
+from digenrl.errors import ConfigError, RunFailed
 from digenrl.metrics.log import resume_rows
+
+LOCK = ".lock"
 
 
 class RunFolder:
@@ -43,28 +46,33 @@ class RunFolder:
         """Where the run goes. Raises ConfigError when something is there already, before anything is loaded."""
         default = f"runs/{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = expand_home(recipe.run.output_dir or default, where="run.output_dir")
-        try:
-            taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
-        except OSError as error:
-            raise _unusable(path, error) from error
-        if taken:
-            raise ConfigError(
-                f"run.output_dir: {str(path)!r} is not an empty folder.",
-                why="It may hold another run, and nothing is ever overwritten.",
-                fix="Choose another run.output_dir, or delete or move the old run yourself.",
-            )
+        _check_free(path)
         return path
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """Make the run's folder and write its recipe. Raises ConfigError when it cannot be made."""
+    def create(cls, path: Path, recipe: Recipe, stack: ExitStack) -> RunFolder:
+        """Make the run's folder, lock it for as long as ``stack`` is open, and write its recipe.
+
+        Raises ConfigError when it cannot be made, or another process was faster.
+        """
         folder = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            folder.recipe.write_text(yaml.safe_dump(recipe.to_plain(), sort_keys=False, allow_unicode=True), encoding="utf-8")
         except OSError as error:
             raise _unusable(path, error) from error
+        stack.enter_context(folder.lock())
+        _check_free(path)
+        folder.write_recipe(recipe)
         return folder
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Write recipe.yaml, complete or not at all. Raises ConfigError when it cannot be written."""
+        draft = self.recipe.with_suffix(".yaml.tmp")
+        try:
+            draft.write_text(yaml.safe_dump(recipe.to_plain(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+            draft.replace(self.recipe)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
@@ -76,18 +84,28 @@ class RunFolder:
             )
         return cls(path)
 
-    def cut_samples(self, version: int) -> None:
-        """Forget the pictures of steps that are done again from this version on."""
-        if (index := self._samples / "index.jsonl").exists():
-            resume_rows(index, before_step=version)
+    def cut_samples(self, version: int, evaluated: frozenset[int]) -> None:
+        """Forget the pictures of what is done again: steps from ``version`` on, and versions that are not ``evaluated``."""
+        index = self._samples / "index.jsonl"
+        rows = resume_rows(index, before_step=version)
+        kept = [row for row in rows if not row.get("held_out") or row["policy_version"] in evaluated]
+        if len(kept) < len(rows):
+            draft = index.with_suffix(".tmp")
+            draft.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+            draft.replace(index)
 
     def lock(self) -> IO[str]:
         """Hold the folder for this process until the file is closed. Raises ConfigError when another one holds it."""
-        file = (self.path / ".lock").open("w", encoding="utf-8")
+        try:
+            file = (self.path / LOCK).open("w", encoding="utf-8")
+        except OSError as error:
+            raise _unusable(self.path, error) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.close()
+            if not isinstance(error, BlockingIOError):
+                raise _unusable(self.path, error) from error
             raise ConfigError(
                 f"The run in {str(self.path)!r} is going on in another process.",
                 why="Two processes would overwrite each other's checkpoints and metrics.",
@@ -112,7 +130,18 @@ class RunFolder:
 
         images: [N, H, W, 3]; rows: what the index says of each (prompt, rewards, policy version, ...).
         """
-        folder = self._samples / when
+        try:
+            self._write_samples(self._samples / when, images, names, rows)
+        except OSError as error:
+            raise RunFailed(
+                f"Pictures could not be saved in {str(self._samples)!r}: {error.strerror or error}.",
+                why="The disk may be full.",
+                fix="Make room and continue with `digenrl train --resume RUN`; log.sample_freq=0 saves none.",
+            ) from error
+
+    def _write_samples(
+        self, folder: Path, images: NDArray[np.uint8], names: Sequence[str], rows: Sequence[Mapping[str, object]]
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with (self._samples / "index.jsonl").open("a", encoding="utf-8") as index:
             for image, name, row in zip(images, names, rows, strict=True):
@@ -121,6 +150,19 @@ class RunFolder:
                 digest = hashlib.sha256(path.read_bytes()).hexdigest()
                 line = {"file": str(path.relative_to(self.path)), "sha256": digest, **row}
                 index.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _check_free(path: Path) -> None:
+    try:
+        taken = path.exists() and (not path.is_dir() or any(entry.name != LOCK for entry in path.iterdir()))
+    except OSError as error:
+        raise _unusable(path, error) from error
+    if taken:
+        raise ConfigError(
+            f"run.output_dir: {str(path)!r} is not an empty folder.",
+            why="It may hold another run, and nothing is ever overwritten.",
+            fix="Choose another run.output_dir, go on with the run by --resume, or move it away yourself.",
+        )
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

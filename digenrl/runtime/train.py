@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from digenrl.config.checks import check_recipe
-from digenrl.config.loader import load_recipe
+from digenrl.config.loader import load_recipe, recipe_from_plain
 from digenrl.config.schema import Recipe
 from digenrl.driver import drive
 from digenrl.errors import ConfigError
@@ -48,7 +49,7 @@ def train(recipe: Recipe) -> dict[str, object]:
     """
     check_recipe(recipe)
     path = RunFolder.choose_path(recipe)
-    return _run(recipe, lambda: _Opening(folder=RunFolder.create(path, recipe), start=Start()))
+    return _run(recipe, lambda stack: _Opening(folder=RunFolder.create(path, recipe, stack), start=Start()))
 
 
 def resume(recipe: Recipe, path: Path) -> dict[str, object]:
@@ -60,34 +61,31 @@ def resume(recipe: Recipe, path: Path) -> dict[str, object]:
     check_recipe(recipe)
     folder = RunFolder.reopen(path)
     check_same_run(recipe, load_recipe(folder.recipe))
-    return _run(recipe, lambda: _continue(recipe, folder))
+    return _run(recipe, lambda stack: _continue(recipe, folder, stack))
 
 
-def _continue(recipe: Recipe, folder: RunFolder) -> _Opening:
-    if not has_checkpoint(folder.checkpoints):
-        rows = resume_rows(folder.metrics, before_step=0)
-        folder.cut_samples(0)
-        anew = ("it has no checkpoint yet, so it begins anew",)
-        return _Opening(folder=folder, start=Start(evaluated=_evaluated(rows)), resume_step=0, notes=anew)
-    checkpoint, refused = load_newest(folder.checkpoints)
-    version = checkpoint.policy_version
-    if version > recipe.train.steps:
-        raise ConfigError(
-            f"train.steps ({recipe.train.steps}) is less than the {version} steps that the run has done.",
-            fix=f"Give at least train.steps={version}.",
-        )
-    rows = resume_rows(folder.metrics, before_step=version)
-    folder.cut_samples(version)
-    notes = (*refused, f"going on from {checkpoint.path.name}")
-    start = Start(checkpoint=checkpoint, evaluated=_evaluated(rows))
-    return _Opening(folder=folder, start=start, resume_step=version, notes=notes)
+def _continue(recipe: Recipe, folder: RunFolder, stack: ExitStack) -> _Opening:
+    # Nothing is read or cut before the folder is ours: another process may be writing there.
+    stack.enter_context(folder.lock())
+    start = Start()
+    notes: tuple[str, ...] = ("it has no checkpoint yet, so it begins anew",)
+    if has_checkpoint(folder.checkpoints):
+        checkpoint, refused = load_newest(folder.checkpoints)
+        check_same_run(recipe, recipe_from_plain(checkpoint.state["recipe"]))
+        if checkpoint.policy_version > recipe.train.steps:
+            raise ConfigError(
+                f"train.steps ({recipe.train.steps}) is less than the {checkpoint.policy_version} steps that the run has done.",
+                fix=f"Give at least train.steps={checkpoint.policy_version}.",
+            )
+        start, notes = Start(checkpoint=checkpoint), (*refused, f"going on from {checkpoint.path.name}")
+    version = start.policy_version
+    evaluated = frozenset(row["step"] for row in resume_rows(folder.metrics, before_step=version) if row["kind"] == "eval")
+    folder.cut_samples(version, evaluated)
+    folder.write_recipe(recipe)
+    return _Opening(folder=folder, start=replace(start, evaluated=evaluated), resume_step=version, notes=notes)
 
 
-def _evaluated(rows: Sequence[dict[str, Any]]) -> frozenset[int]:
-    return frozenset(row["step"] for row in rows if row["kind"] == "eval")
-
-
-def _run(recipe: Recipe, open_folder: Callable[[], _Opening]) -> dict[str, object]:
+def _run(recipe: Recipe, open_folder: Callable[[ExitStack], _Opening]) -> dict[str, object]:
     if recipe.cluster.placement != "inline":
         raise ConfigError(
             f"cluster.placement: {recipe.cluster.placement} cannot be trained with yet.",
@@ -99,9 +97,11 @@ def _run(recipe: Recipe, open_folder: Callable[[], _Opening]) -> dict[str, objec
         import_wandb()
     console = RunConsole(recipe.train.steps)
     workers, ledger = build_workers(recipe)
-    opening = open_folder()
-    folder, start = opening.folder, opening.start
-    with folder.lock(), Interrupt() as interrupt:
+    with ExitStack() as stack:
+        opening = open_folder(stack)
+        folder, start = opening.folder, opening.start
+        interrupt = stack.enter_context(Interrupt())
+        console.first_step = start.policy_version
         console.say(f"run folder: {folder.path}")
         for note in opening.notes:
             console.say(note)
@@ -124,11 +124,14 @@ def _run(recipe: Recipe, open_folder: Callable[[], _Opening]) -> dict[str, objec
             with TraceWriter(folder.trace_from(start.policy_version), run.scheduler.settings) as trace, console:
                 drive(run.scheduler, run.executor, trace, command_timeout_s=COMMAND_TIMEOUT_S)
         finally:
-            if run.trainer.settled:
-                with interrupt.critical():
-                    run.executor.save()
-            plot_reward(read_metrics(folder.metrics), folder.reward_plot, title=recipe.run.name)
-            log.close()
+            interrupt.calm()
+            try:
+                if run.trainer.settled:
+                    with interrupt.critical():
+                        run.executor.save()
+                plot_reward(read_metrics(folder.metrics), folder.reward_plot, title=recipe.run.name)
+            finally:
+                log.close()
         summary = _summary(run, folder, time.monotonic() - began)
         folder.write_summary(summary)
         return summary

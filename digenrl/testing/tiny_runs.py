@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -28,7 +29,8 @@ def build_run(folder: Path, recipe: Recipe, *, policy_version: int = 3, moved_by
         noise = generator(recipe.run.seed, Purpose.EVALUATION, number)
         return {n: p.detach() + moved_by * torch.randn(p.shape, generator=noise) for n, p in policy.parameters.items()}
 
-    RunFolder.create(folder, recipe)
+    with ExitStack() as stack:
+        RunFolder.create(folder, recipe, stack)
     weights = {"parameters": moved(0), "optimizer": {}, "ema": moved(1) if recipe.train.ema is not None else {}}
     save_checkpoint(folder / "checkpoints", policy_version, weights, {"recipe": recipe.to_plain()}, keep_last=1)
     rewards = [reward.name for reward in recipe.rewards]

@@ -73,7 +73,8 @@ def save_checkpoint(folder: Path, policy_version: int, weights: Weights, state: 
             # Damaged, or it would have been kept: moved aside in one step, so that no moment has fewer whole checkpoints.
             target.replace(folder / f"{target.name}.tmp-{uuid.uuid4().hex}")
         draft.replace(target)
-        _flush(folder)
+        for path in (folder, folder.parent):
+            _flush(path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise RunFailed(
@@ -81,7 +82,7 @@ def save_checkpoint(folder: Path, policy_version: int, weights: Weights, state: 
             why="The disk may be full, or the folder read-only. Complete older checkpoints are untouched.",
             fix="Make room and continue with `digenrl train --resume RUN`.",
         ) from error
-    _delete_old(folder, keep_last)
+    _delete_old(folder, policy_version, keep_last)
     return target
 
 
@@ -136,7 +137,7 @@ def _complete(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=_version, reverse=True)
 
 
 def _is_whole(path: Path) -> bool:
@@ -147,10 +148,17 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _delete_old(folder: Path, keep_last: int) -> None:
+def _delete_old(folder: Path, policy_version: int, keep_last: int) -> None:
+    """Delete all but ``keep_last`` checkpoints up to the one just written; later ones are damaged, or it would not be written."""
+    later = [path for path in _complete(folder) if _version(path) > policy_version]
+    earlier = [path for path in _complete(folder) if _version(path) <= policy_version]
     drafts = [path for path in folder.iterdir() if ".tmp-" in path.name]
-    for path in (*_complete(folder)[keep_last:], *drafts):
+    for path in (*later, *earlier[keep_last:], *drafts):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _version(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -22,6 +22,8 @@ class Ema:
         self._settings = settings
         self.steps = 0
         """Updates asked for so far."""
+        self.in_place = False
+        """Whether the averaged weights stand where the trained ones belong."""
         self.average: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
         """Averaged weights by name."""
 
@@ -46,6 +48,7 @@ class Ema:
     def swapped(self) -> Iterator[None]:
         """The averaged weights in place of the trained ones."""
         kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self.in_place = True
         try:
             _load(self._parameters, self.average)
             yield
@@ -56,6 +59,8 @@ class Ema:
                 # A signal that drops the evaluation may strike in the middle of this; it strikes once.
                 _load(self._parameters, kept)
                 raise
+            finally:
+                self.in_place = False
 
 
 @torch.no_grad()

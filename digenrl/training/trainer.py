@@ -16,7 +16,7 @@ from torch import Tensor
 
 from digenrl.algorithms.base import Algorithm, GroupAdvantages, LossInputs
 from digenrl.config.schema import Recipe
-from digenrl.diffusion.dynamics import StepDistribution, gaussian_log_prob
+from digenrl.diffusion.dynamics import StepDistribution
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.diffusion.trajectory import Trajectory
 from digenrl.errors import ConfigError, ProtocolError, RunFailed
@@ -75,8 +75,8 @@ class Trainer:
         self.policy = policy
         self.ema = Ema(policy.parameters, recipe.train.ema) if recipe.train.ema else None
         self.optimizer = make_optimizer(policy.parameters.values(), recipe.train)
-        self.settled = True
-        """False while an optimizer step is half done, or was broken off: such weights belong to no version."""
+        self.stepping = False
+        """True from the beginning of an optimizer step until it is over and logged, also when it was broken off."""
         self._algorithm = algorithm
         self._recipe = recipe
         self._schedule = schedule
@@ -84,6 +84,11 @@ class Trainer:
         self._pairs = 0
         self._nonfinite_pairs = 0
         self._metrics: list[dict[str, Tensor]] = []
+
+    @property
+    def settled(self) -> bool:
+        """Whether the weights are those of ``policy.version``, and so may be saved."""
+        return not self.stepping and not (self.ema is not None and self.ema.in_place)
 
     def accumulate(self, trajectory: Trajectory, conditioning: Conditioning, advantages: Sequence[GroupAdvantages]) -> None:
         """Add the gradient of one micro-batch.
@@ -117,7 +122,7 @@ class Trainer:
             nothing_finite = self._nonfinite_pairs > 0 and not self._metrics
             finite = bool(torch.isfinite(norm)) and not nothing_finite
             outcome = StepOutcome.APPLIED if finite else StepOutcome.VOIDED
-        self.settled = False
+        self.stepping = True
         if outcome is StepOutcome.APPLIED:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -126,7 +131,6 @@ class Trainer:
                 self.ema.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.policy.version += 1
-        self.settled = True
         self._pairs, self._nonfinite_pairs, self._metrics = 0, 0, []
         return StepReport(outcome=outcome, metrics=metrics)
 
@@ -221,13 +225,13 @@ class Trainer:
         if self._algorithm.needs_reference:
             with torch.no_grad(), self.policy.reference():
                 reference_mean = self._step(pairs, text).mean[real]
-        mean, std = step.mean[real], step.transition_std[real]
+        step = StepDistribution(step.mean[real], step.transition_std[real])
         return LossInputs(
-            log_prob=gaussian_log_prob(pairs.next_latents[real], mean, std, self._algorithm.log_prob_reduction),
+            log_prob=self._algorithm.dynamics.log_prob(pairs.next_latents[real], step, self._algorithm.log_prob_reduction),
             old_log_prob=pairs.old_log_prob[real],
             advantages=pairs.advantages[real],
-            mean=mean,
-            transition_std=std,
+            mean=step.mean,
+            transition_std=step.transition_std,
             dt=(pairs.sigma_next - pairs.sigma)[real],
             reference_mean=reference_mean,
         )

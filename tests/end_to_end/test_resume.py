@@ -18,11 +18,12 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from digenrl.config.loader import load_recipe
-from digenrl.errors import ConfigError
+from digenrl.errors import ConfigError, RunFailed
 from digenrl.ids import SampleId
 from digenrl.metrics.log import read_metrics
 from digenrl.rewards.base import RewardSample
 from digenrl.runtime.interrupt import StopRequested
+from digenrl.runtime.journal import Journal
 from digenrl.runtime.train import resume, train
 from digenrl.scheduling.commands import Accumulate
 from digenrl.scheduling.events import Finished
@@ -51,24 +52,24 @@ KINDS = {"lora": ("model.lora={rank: 4, alpha: 8}", "algorithm.kl_beta=0.01"), "
 class Interrupting:
     """A reward that sends this process a signal when it scores a given step."""
 
+    at_step = -1
+
     class Settings(BaseModel):
-        """When."""
+        """No settings: the run's recipe is the one of an uninterrupted run."""
 
         model_config = ConfigDict(extra="forbid")
 
-        at_step: int = -1
-
     def __init__(self, settings: Settings) -> None:
-        self._at_step = settings.at_step
+        pass
 
     def score(self, samples: Sequence[RewardSample]) -> dict[SampleId, float]:
-        if any(sample.id.step == self._at_step for sample in samples):
+        if any(sample.id.step == self.at_step for sample in samples):
             os.kill(os.getpid(), signal.SIGTERM)
         return {sample.id: float(sample.image.mean()) + sample.id.sample for sample in samples}
 
 
-def recipe(output: Path, *changes: str, at_step: int = -1) -> Any:
-    reward = f"rewards=[{{type: '{__name__}:Interrupting', at_step: {at_step}}}]"
+def recipe(output: Path, *changes: str) -> Any:
+    reward = f"rewards=[{{type: '{__name__}:Interrupting'}}]"
     return load_recipe(QUICKSTART, [*SMALL, reward, f"run.output_dir={output}", *changes])
 
 
@@ -100,15 +101,12 @@ def trained(folder: Path) -> Counter[tuple[int, int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", range(STEPS))
 def test_a_run_stopped_in_any_step_resumes_to_identical_weights(
-    step: int, kind: str, straight: dict[str, Any], tmp_path: Path
+    step: int, kind: str, straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = recipe(tmp_path / "run", *KINDS[kind], at_step=step)
-    with pytest.raises(StopRequested):
-        train(stopped)
-    # The run's recipe with the reward that does not interrupt; it scores the same.
-    own = load_recipe(tmp_path / "run" / "recipe.yaml")
-    quiet = own.model_copy(update={"rewards": recipe(tmp_path / "x").rewards})
-    (tmp_path / "run" / "recipe.yaml").write_text(json.dumps(quiet.to_plain()), encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__].Interrupting, "at_step", step)
+        with pytest.raises(StopRequested):
+            train(recipe(tmp_path / "run", *KINDS[kind]))
     summary = resume(load_recipe(tmp_path / "run" / "recipe.yaml"), tmp_path / "run")
     folder, expected = straight[kind]
     assert summary["digests"] == expected["digests"]
@@ -124,6 +122,9 @@ def test_a_finished_run_has_nothing_to_go_on_with_and_more_steps_extend_it(strai
     train(recipe(tmp_path / "part", *constant, "train.steps=4"))
     longer = load_recipe(tmp_path / "part" / "recipe.yaml", [f"train.steps={STEPS}"])
     assert resume(longer, tmp_path / "part")["digests"] == whole["digests"]
+    assert load_recipe(tmp_path / "part" / "recipe.yaml").train.steps == STEPS, "the change is remembered"
+    with pytest.raises(ConfigError, match="less than the 6 steps"):
+        resume(load_recipe(tmp_path / "part" / "recipe.yaml", ["train.steps=3"]), tmp_path / "part")
     folder, expected = straight["full"]
     assert resume(load_recipe(folder / "recipe.yaml"), folder)["digests"] == expected["digests"]
 
@@ -133,12 +134,6 @@ def test_a_change_that_would_change_the_numbers_is_refused(change: str, straight
     folder, _ = straight["full"]
     with pytest.raises(ConfigError, match=change.split("=", maxsplit=1)[0]):
         resume(load_recipe(folder / "recipe.yaml", [change]), folder)
-
-
-def test_fewer_steps_than_done_are_refused(straight: dict[str, Any]) -> None:
-    folder, _ = straight["full"]
-    with pytest.raises(ConfigError, match="less than the 6 steps"):
-        resume(load_recipe(folder / "recipe.yaml", ["train.steps=3"]), folder)
 
 
 def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path, straight: dict[str, Any]) -> None:
@@ -223,6 +218,8 @@ def test_sigterm_saves_and_exits_with_143_and_two_processes_cannot_share_a_run(t
     output, _ = second.communicate(timeout=60)
     assert second.returncode == 2
     assert "in another process" in output
+    rows = len(read_metrics(run / "metrics.jsonl"))
+    assert rows >= 1, "a refused second process has touched nothing"
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=40)
@@ -230,3 +227,30 @@ def test_sigterm_saves_and_exits_with_143_and_two_processes_cannot_share_a_run(t
     assert "Traceback" not in output
     assert time.monotonic() - began < 30
     assert list((run / "checkpoints").glob("step-*"))
+    assert len(read_metrics(run / "metrics.jsonl")) >= rows
+
+
+def test_more_steps_are_refused_where_the_learning_rate_was_made_for_the_old_number(straight: dict[str, Any]) -> None:
+    folder, _ = straight["full"]
+    with pytest.raises(ConfigError, match=r"train\.steps was 6") as caught:
+        resume(load_recipe(folder / "recipe.yaml", ["train.steps=9"]), folder)
+    assert "learning rate" in caught.value.why
+
+
+def test_a_step_whose_row_could_not_be_written_is_done_again(
+    straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Journal.stepped
+
+    def stepped(self: Journal, step: int, *rest: Any) -> None:
+        if step == 3:
+            raise RunFailed("The metrics could not be written: No space left on device.")
+        real(self, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "stepped", stepped)
+        with pytest.raises(RunFailed, match="No space left"):
+            train(recipe(tmp_path / "run"))
+    summary = resume(load_recipe(tmp_path / "run" / "recipe.yaml"), tmp_path / "run")
+    assert summary["digests"] == straight["full"][1]["digests"]
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(STEPS))

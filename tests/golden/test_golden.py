@@ -23,7 +23,7 @@ from digenrl.algorithms.advantages import group_advantages
 from digenrl.algorithms.base import LossInputs
 from digenrl.algorithms.flow_grpo import FlowGRPO
 from digenrl.config.schema import EmaSection, Recipe
-from digenrl.diffusion.dynamics import FlowSDE, StepDistribution, gaussian_log_prob
+from digenrl.diffusion.dynamics import DanceSDE, Dynamics, FlowCPS, FlowSDE, StepDistribution, gaussian_log_prob
 from digenrl.models.sd3 import SD3Adapter
 from digenrl.training.ema import Ema
 
@@ -49,14 +49,18 @@ def cases(prefix: str, *, without: tuple[str, ...] = ()) -> list[str]:
 
 
 def flow_sde_step(x: Tensor, v: Tensor, sigmas: Tensor, steps: list[int], noise_level: float) -> StepDistribution:
+    return take(FlowSDE(), x, v, sigmas, steps, noise_level)
+
+
+def take(dynamics: Dynamics, x: Tensor, v: Tensor, sigmas: Tensor, steps: list[int], noise_level: float) -> StepDistribution:
     index = torch.tensor(steps)
     level = torch.full((len(x),), noise_level, dtype=x.dtype)
-    return FlowSDE().step(x, v, sigmas[index], sigmas[index + 1], sigmas[1], level)
+    return dynamics.step(x, v, sigmas[index], sigmas[index + 1], sigmas[1], level)
 
 
-def shared(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def shared(dtype: torch.dtype = torch.float32, case: str = "flow_sde_inputs") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     names = ("sample", "model_output", "sigmas", "given_prev_sample")
-    x, v, sigmas, given = (golden("flow_sde_inputs", name).to(dtype) for name in names)
+    x, v, sigmas, given = (golden(case, name).to(dtype) for name in names)
     return x, v, sigmas, given
 
 
@@ -123,6 +127,67 @@ def test_a_log_probability_without_constants_differs_by_the_constants_alone() ->
     ours = flow_sde_step(x, v, sigmas, [params["step_index"]] * 2, params["noise_level"])
     constants = ours.transition_std.log() + 0.5 * math.log(2 * math.pi)
     close(gaussian_log_prob(given, ours.mean, ours.transition_std) + constants, golden(case, "log_prob_given"))
+
+
+@pytest.mark.parametrize("case", cases("cps_i"))
+def test_a_flow_cps_step_is_flow_factorys(case: str) -> None:
+    x, v, sigmas, given = shared()
+    params, dynamics = CASES[case]["params"], FlowCPS()
+    ours = take(dynamics, x, v, sigmas, [params["step_index"]] * 2, params["noise_level"])
+    close(ours.mean, golden(case, "prev_sample_mean"))
+    close(ours.transition_std, golden(case, "std").flatten())
+    close(ours.mean + ours.transition_std.view(-1, 1, 1, 1) * golden(case, "noise"), golden(case, "prev_sample"))
+    # The plain squared distance, without constants on either side; without noise theirs is 0 and ours two roundings, 1e-15.
+    close(dynamics.log_prob(given, ours, "mean"), golden(case, "log_prob_given"))
+    close(dynamics.log_prob(golden(case, "prev_sample"), ours, "mean"), golden(case, "log_prob"))
+
+
+@pytest.mark.parametrize("case", cases("wan_flow_cps"))
+def test_a_flow_cps_step_of_video_latents_that_starts_just_below_sigma_one_is_genrls(case: str) -> None:
+    x, v, sigmas, given = shared(case="wan_inputs")
+    params, dynamics = CASES[case]["params"], FlowCPS()
+    ours = take(dynamics, x, v, sigmas, [params["step_index"]] * 2, params["noise_level"])
+    close(ours.mean, golden(case, "prev_sample_mean"))
+    close(ours.transition_std, golden(case, "std_dev_t").flatten())
+    close(dynamics.log_prob(given, ours, "mean"), golden(case, "log_prob_given"))
+
+
+@pytest.mark.parametrize("case", cases("dance_i", without=("inputs",)))
+def test_a_dance_sde_step_is_dancegrpos(case: str) -> None:
+    x, v, sigmas, given = shared(case="dance_inputs")
+    step, eta = CASES[case]["params"]["step_index"], CASES[case]["params"]["eta"]
+    dynamics = DanceSDE()
+    ours = take(dynamics, x, v, sigmas, [step, step], eta)
+    close(ours.mean, golden(case, "prev_sample_mean"))
+    close(take(dynamics, x, v, sigmas, [step, step], 0.0).mean, golden(case, "ode_prev_sample"))
+    # DanceGRPO does not return its standard deviation: it is what its sample has of the noise.
+    close(ours.mean + ours.transition_std.view(-1, 1, 1) * golden(case, "noise"), golden(case, "prev_sample"))
+    close(ours.transition_std, (eta * (sigmas[step] - sigmas[step + 1]).sqrt()).expand(2))
+    close(dynamics.log_prob(given, ours, "mean"), golden(case, "log_prob_given"))
+    close(dynamics.log_prob(golden(case, "prev_sample"), ours, "mean"), golden(case, "log_prob"))
+
+
+@pytest.mark.parametrize("case", cases("dance_f64"))
+def test_a_dance_sde_step_in_float64_is_dancegrpos(case: str) -> None:
+    x, v, sigmas, given = shared(torch.float64, "dance_inputs")
+    step, eta = CASES[case]["params"]["step_index"], CASES[case]["params"]["eta"]
+    dynamics = DanceSDE()
+    ours = take(dynamics, x, v, sigmas, [step, step], eta)
+    close(ours.mean, golden(case, "prev_sample_mean"), rtol=1e-12, atol=1e-12)
+    # They take the squares in float32 whatever the inputs are.
+    close(dynamics.log_prob(given, ours, "mean").float(), golden(case, "log_prob_given"), rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", cases("mixgrpo_dance"))
+def test_mixgrpos_log_probability_of_a_dance_sde_step_lacks_the_constants_and_nothing_else(case: str) -> None:
+    x, v, sigmas, given = shared(case="dance_inputs")
+    step, eta = CASES[case]["params"]["step_index"], CASES[case]["params"]["eta"]
+    dynamics = DanceSDE()
+    ours = take(dynamics, x, v, sigmas, [step, step], eta)
+    constants = ours.transition_std.log() + 0.5 * math.log(2 * math.pi)
+    close(dynamics.log_prob(given, ours, "mean") + constants, golden(case, "log_prob_given"))
+    image = x - sigmas[step] * v
+    close(image, golden(case, "pred_original_sample"))
 
 
 def flow_grpo(make: Callable[..., Recipe], **algorithm: Any) -> FlowGRPO:

@@ -79,3 +79,35 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False)
     assert done.returncode == 143
     assert time.monotonic() - began < 20
+
+
+def test_a_reward_that_swallows_everything_cannot_keep_the_process_alive() -> None:
+    code = (
+        "import os, signal, time\n"
+        "from digenrl.runtime.interrupt import Interrupt\n"
+        "with Interrupt(grace_s=0.1, hard_limit_s=1.0) as interrupt:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    while True:\n"
+        "        try:\n"
+        "            time.sleep(60)\n"
+        "        except:\n"
+        "            pass\n"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False)
+    assert done.returncode == 143
+    assert time.monotonic() - began < 20
+
+
+def test_a_call_that_does_not_return_to_python_cannot_either() -> None:
+    code = (
+        "import hashlib, os, signal, threading\n"
+        "from digenrl.runtime.interrupt import Interrupt\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "with Interrupt(grace_s=0.1, hard_limit_s=1.0):\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 1_000_000_000)\n"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False)
+    assert done.returncode == 143
+    assert time.monotonic() - began < 20

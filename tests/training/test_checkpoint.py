@@ -94,6 +94,14 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     assert "step-000002/optimizer.safetensors" in refused[0]
 
 
+def test_the_checkpoint_just_written_is_never_the_one_that_is_deleted(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    damaged = save(tmp_path, 6)
+    (damaged / "ema.safetensors").write_bytes(b"")
+    save(tmp_path, 5, keep_last=1)
+    assert load_newest(tmp_path)[0].policy_version == 5
+
+
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     manifest = json.loads((path / "MANIFEST.json").read_text())

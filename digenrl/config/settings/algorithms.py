@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
 
 class FlowGRPOSettings(BaseModel):
-    """Flow-GRPO (arXiv 2505.05470), and Flow-GRPO-Fast when ``timestep_selection`` is ``window``."""
+    """Flow-GRPO (arXiv 2505.05470), Flow-GRPO-Fast when ``timestep_selection`` is ``window``, Flow-CPS with ``dynamics: cps``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    dynamics: Literal["flow_sde", "ode"] = Field(
-        default="flow_sde", description="One denoising step as a distribution; `ode` has no randomness to train on."
+    dynamics: Literal["flow_sde", "dance_sde", "cps", "ode"] = Field(
+        default="flow_sde",
+        description="One denoising step as a distribution: Flow-GRPO's SDE, DanceGRPO's (constant noise: `rollout.noise_level` "
+        "is its eta, 0.3 there), or Flow-CPS (`rollout.noise_level` at most 1, 0.8 there); `ode` has no randomness to train on.",
     )
     timestep_selection: Literal["first", "random", "window"] = Field(
         default="first",
@@ -39,7 +41,8 @@ class FlowGRPOSettings(BaseModel):
     clip_range: float | None = Field(
         default=None,
         gt=0,
-        description="Clip of the importance ratio, 1 - c to 1 + c. Default 1e-4 for `log_prob_reduction: mean`, 0.2 for `sum`.",
+        description="Clip of the importance ratio, 1 - c to 1 + c. Default 1e-4 for `log_prob_reduction: mean` (1e-5 with "
+        "`dynamics: cps`, whose log-ratios are smaller), 0.2 for `sum`.",
     )
     log_prob_reduction: Literal["mean", "sum"] = Field(
         default="mean",
@@ -61,15 +64,17 @@ class FlowGRPOSettings(BaseModel):
     kl_form: Literal["exact", "flow_grpo"] = Field(
         default="exact",
         description="`exact`: per-element KL of the two Gaussian steps, divisor 2 b^2 |dt|; `flow_grpo`: divisor 2 b^2, "
-        "as that code has it (its kl_beta values belong to this form).",
+        "as that code has it (its kl_beta values belong to this form), for `dynamics: flow_sde` alone.",
     )
 
     @property
     def effective_clip_range(self) -> float:
-        """``clip_range``, or the default that fits ``log_prob_reduction``."""
+        """``clip_range``, or the default that fits ``log_prob_reduction`` and ``dynamics``."""
         if self.clip_range is not None:
             return self.clip_range
-        return 1e-4 if self.log_prob_reduction == "mean" else 0.2
+        if self.log_prob_reduction == "sum":
+            return 0.2
+        return 1e-5 if self.dynamics == "cps" else 1e-4
 
     def num_trained_steps(self, num_inference_steps: int) -> int:
         """Denoising steps trained per sample: K = int(T f) of the first T - 1, at least 1, or the window's length."""
@@ -86,13 +91,7 @@ class FlowGRPOSettings(BaseModel):
     def check(self, recipe: Recipe) -> None:
         """Refuse what cannot train: called by config/checks.py with the whole recipe."""
         steps = recipe.rollout.num_inference_steps
-        if self.dynamics == "ode" or recipe.rollout.noise_level == 0:
-            key = "algorithm.dynamics: ode" if self.dynamics == "ode" else "rollout.noise_level: 0"
-            raise ConfigError(
-                f"{key} leaves nothing to train.",
-                why="Flow-GRPO learns from the randomness of its denoising steps; a deterministic step has no log-probability.",
-                fix="Use algorithm.dynamics=flow_sde with rollout.noise_level=0.7; evaluation uses the ODE by itself.",
-            )
+        self._check_dynamics(recipe)
         if recipe.rollout.num_generations < 2:
             raise ConfigError(
                 f"rollout.num_generations ({recipe.rollout.num_generations}) is too small for group advantages.",
@@ -120,4 +119,25 @@ class FlowGRPOSettings(BaseModel):
                 "algorithm.advantage_std: batch needs schedule.update_after: step.",
                 why="The standard deviation of all rewards of a step is known only when the whole step is scored.",
                 fix="Set schedule.update_after=step, or algorithm.advantage_std=group.",
+            )
+
+    def _check_dynamics(self, recipe: Recipe) -> None:
+        if self.dynamics == "ode" or recipe.rollout.noise_level == 0:
+            key = "algorithm.dynamics: ode" if self.dynamics == "ode" else "rollout.noise_level: 0"
+            raise ConfigError(
+                f"{key} leaves nothing to train.",
+                why="Flow-GRPO learns from the randomness of its denoising steps; a deterministic step has no log-probability.",
+                fix="Use algorithm.dynamics=flow_sde with rollout.noise_level=0.7; evaluation uses the ODE by itself.",
+            )
+        if self.dynamics == "cps" and recipe.rollout.noise_level > 1:
+            raise ConfigError(
+                f"rollout.noise_level ({recipe.rollout.noise_level}) is more than 1 with algorithm.dynamics: cps.",
+                why="Flow-CPS replaces the share sin(pi a / 2) of a step's noise: all of it at 1, and less again above.",
+                fix="Use rollout.noise_level=0.8, or algorithm.dynamics=flow_sde, which takes any strength.",
+            )
+        if self.dynamics != "flow_sde" and self.kl_form == "flow_grpo":
+            raise ConfigError(
+                f"algorithm.kl_form: flow_grpo does not go with algorithm.dynamics: {self.dynamics}.",
+                why="It divides by the diffusion coefficient of Flow-GRPO's SDE; the peers have no such form for other dynamics.",
+                fix="Use algorithm.kl_form=exact, or algorithm.dynamics=flow_sde.",
             )
