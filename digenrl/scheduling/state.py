@@ -8,7 +8,6 @@ where stale generation is allowed, the next.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from enum import StrEnum
 from heapq import heappop, heappush
 
@@ -127,10 +126,6 @@ class StepState:
     def pending(self) -> int:
         """Micro-batches that nobody has claimed."""
         return len(self._pending)
-
-    def pending_indices(self) -> Iterator[int]:
-        """Indices of the pending ones, in no order."""
-        return iter(self._pending)
 
     def lowest_pending(self) -> int:
         """The micro-batch to claim next."""

@@ -454,3 +454,23 @@ def test_a_command_that_always_fails_is_not_tried_for_ever(kind: type) -> None:
     assert isinstance(command, StopRun)
     assert 3 <= failures <= 4, "one more may have been on its way"
     assert f"{kind.__name__} has failed 3 times" in command.reason
+
+
+def test_what_was_planned_for_the_trainer_is_everybody_s_again_between_the_updates_of_one_rollout() -> None:
+    # TAG is forbidden there: with the reservation kept, generators and trainer would wait for each other for ever.
+    costs = SimulationCosts(generate=(3.0,), update=0.05, tag=1.0, switch_out=0.2, optimizer=0.1, sync=0.1)
+    setup = SchedulerSettings(
+        steps=3,
+        micro_batches=7,
+        generators=POOL[:1],
+        trainer=TRAINER,
+        scoring="inline",
+        tag="bts_plus",
+        update_order="index",
+        updates_per_rollout=3,
+        max_stale_fraction=0.5,
+        costs=costs.step_costs(),
+    )
+    scheduler = Scheduler(setup)
+    drive(scheduler, SimulatedExecutor(setup, costs), None, command_timeout_s=1)
+    assert scheduler.finished
