@@ -21,7 +21,7 @@ test-slow: $(VENV)/installed-dev
 	$(BIN)/pytest -m slow --timeout 1200
 
 test-gpu: $(VENV)/installed-dev
-	$(BIN)/pytest -m gpu tests/gpu
+	$(BIN)/pytest -m gpu
 
 check: lint types contracts test
 

@@ -50,7 +50,8 @@ def drive(scheduler: Scheduler, executor: Executor, recorder: Recorder | None, *
                 raise RunFailed(
                     f"The run was stopped: {command.reason}.",
                     why="Going on would train on nothing, or worse.",
-                    fix="Look at metrics.jsonl and trace.jsonl for the first thing that went wrong.",
+                    fix="Look at metrics.jsonl and trace.jsonl for the first thing that went wrong. Once it is mended, "
+                    "`digenrl train --resume RUN` goes on from the newest checkpoint.",
                 )
             executor.submit(command)
         if scheduler.finished:

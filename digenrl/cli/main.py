@@ -38,11 +38,21 @@ def train(
         str | None,
         typer.Option(metavar="RUN|auto", help="Go on with a run; auto: with the one in run.output_dir, if there is one."),
     ] = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRACE", help="Follow the trace.jsonl of a run: the same order and versions, and so the same numbers."
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT|auto", help="Ray cluster to run on; without it, one is started on this machine."),
+    ] = None,
 ) -> None:
     """Train as a recipe says; the run folder holds metrics, samples, trace, checkpoints and a summary."""
     from digenrl.cli.train import run
 
-    run(recipe, overrides or [], resume=resume)
+    run(recipe, overrides or [], resume=resume, replay=replay, address=address)
 
 
 @app.command()

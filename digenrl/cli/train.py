@@ -9,17 +9,33 @@ from pathlib import Path
 
 from digenrl.cli.check import inspect
 from digenrl.cli.environment import calm_threads
+from digenrl.cli.report import report_lines
 from digenrl.config.loader import load_recipe
 from digenrl.config.schema import Recipe
 from digenrl.config.text import expand_home
 from digenrl.errors import ConfigError
+from digenrl.trace.record import Trace, read_trace
 
 AUTO = "auto"
 
 
-def run(path: str | None, overrides: Sequence[str], *, resume: str | None) -> None:
+def run(
+    path: str | None,
+    overrides: Sequence[str],
+    *,
+    resume: str | None = None,
+    replay: str | None = None,
+    address: str | None = None,
+) -> None:
     """Train, or go on with a run, and print what came out."""
-    recipe, folder = _what_to_train(path, overrides, resume)
+    record = None
+    if replay is not None:
+        if resume is not None:
+            raise ConfigError("--replay and --resume are two ways to begin.", fix="Leave one of them out.")
+        recipe, record = _what_to_replay(path, overrides, replay)
+        folder = None
+    else:
+        recipe, folder = _what_to_train(path, overrides, resume)
     inspect(recipe)  # a mistake shows in a second, before torch is imported and a run folder made
     calm_threads()
     os.environ.setdefault("OMP_NUM_THREADS", str(recipe.run.threads_per_worker))
@@ -27,12 +43,36 @@ def run(path: str | None, overrides: Sequence[str], *, resume: str | None) -> No
     from digenrl.runtime.interrupt import StopRequested
 
     try:
-        summary = train.train(recipe) if folder is None else train.resume(recipe, folder)
+        if record is not None:
+            summary = train.replay(recipe, record, address=address)
+        elif folder is None:
+            summary = train.train(recipe, address=address)
+        else:
+            summary = train.resume(recipe, folder, address=address)
     except StopRequested as stop:
         print("stopped by a signal; go on with `digenrl train --resume` and the run folder named above", file=sys.stderr)
         sys.exit(stop.exit_code)
-    for line in result_lines(summary):
+    lines = list(result_lines(summary))
+    if record is None:  # a record's times are not those of this run
+        lines.extend(report_lines(Path(str(summary["folder"]))))
+    for line in lines:
         print(line)
+
+
+def _what_to_replay(path: str | None, overrides: Sequence[str], replay: str) -> tuple[Recipe, Trace]:
+    """The recipe beside a recorded trace, or another, with changes, in a folder of its own; and the record."""
+    file = expand_home(replay, where="--replay")
+    if file.is_dir():
+        file = file / "trace.jsonl"
+    record = read_trace(file)
+    if path is not None and path.endswith((".yaml", ".yml")):
+        return load_recipe(path, overrides), record
+    beside = file.parent / "recipe.yaml"
+    if not beside.is_file():
+        raise ConfigError(f"{str(file)!r} has no recipe.yaml beside it.", fix="Name the recipe of the recorded run first.")
+    # Not into the recorded run's own folder.
+    changes = ["run.output_dir=null", *([path] if path is not None else []), *overrides]
+    return load_recipe(beside, changes), record
 
 
 def _what_to_train(path: str | None, overrides: Sequence[str], resume: str | None) -> tuple[Recipe, Path | None]:
@@ -76,4 +116,4 @@ def result_lines(summary: Mapping[str, object]) -> Iterator[str]:
             before, after = result[f"{name}_before"], result[f"{name}_after"]
             if before is not None and after is not None:
                 yield f"held-out {name}: {before:.3f} -> {after:.3f} ({after - before:+.3f}), {result['num_images']} images"
-    yield f"{summary['steps']} steps in {summary['seconds']} s"
+    yield f"{summary['steps']} steps; {summary['seconds']} s in all, loading, evaluation and saving included"

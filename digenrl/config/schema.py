@@ -200,17 +200,57 @@ class ScheduleSection(Section):
     max_attempts: int = Field(default=3, ge=1, le=_MOST, description="Failures of one micro-batch that stop the run.")
 
 
+class Resources(Section):
+    """What each rank of a pool takes of a Ray cluster, and which nodes it may run on."""
+
+    cpus: float = Field(
+        default=1.0, ge=0, le=4096, description="Logical CPU cores of one rank; a fraction lets ranks share a core (0.5)."
+    )
+    gpus: float | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="GPUs of one rank; a fraction lets ranks share one. One where the cluster has GPUs and run.device does not "
+        "say cpu, when not given.",
+    )
+    custom: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="Custom resources of one rank, as the nodes were started with: {h100: 1}."
+    )
+    node_labels: dict[str, str] = Field(
+        default_factory=dict,
+        description="Ray labels that a node must have, which pins a pool to one kind of device: {ray.io/accelerator-type: H100}.",
+    )
+
+
 class GeneratorPool(Section):
     """Generators of one kind."""
 
     replicas: int = Field(default=1, ge=1, le=4096, description="Generator replicas: each works on one micro-batch at a time.")
     ranks: int = Field(default=1, ge=1, le=4096, description="Devices of one replica, which share a micro-batch's samples.")
+    resources: Resources = Field(default_factory=Resources, description="What each rank takes: cpus, gpus, custom, node_labels.")
 
 
 class TrainerPool(Section):
     """The trainer's devices."""
 
-    ranks: int = Field(default=1, ge=1, le=4096, description="Devices of the trainer.")
+    ranks: int = Field(
+        default=1, ge=1, le=4096, description="Devices of the trainer; with `colocated`, all devices. `train` runs 1 so far."
+    )
+    resources: Resources = Field(default_factory=Resources, description="What each rank takes: cpus, gpus, custom, node_labels.")
+
+
+class ScorersSection(Section):
+    """Who decodes and scores."""
+
+    placement: Literal["generator", "pool", "driver"] = Field(
+        default="generator",
+        description="The generators, before new generation; workers of their own; or the process that drives the run, for "
+        "rewards that must not be copied (its CPU decodes, too).",
+    )
+    replicas: int = Field(default=1, ge=1, le=4096, description="Scorers of `placement: pool`.")
+    resources: Resources = Field(
+        default_factory=Resources, description="What each scorer of `placement: pool` takes: cpus, gpus, custom, node_labels."
+    )
 
 
 class ClusterSection(Section):
@@ -218,13 +258,31 @@ class ClusterSection(Section):
 
     placement: Literal["inline", "disaggregated", "colocated"] = Field(
         default="inline",
-        description="One process for everything; a generator pool and a trainer pool; or all devices in both roles, in turn. "
-        "`digenrl train` runs inline so far; simulate and plan know all three.",
+        description="One process for everything; a generator pool and a trainer pool of Ray workers; or the trainer's devices in "
+        "both roles, in turn.",
     )
     generators: tuple[GeneratorPool, ...] = Field(
-        default=(GeneratorPool(),), min_length=1, description="Generator pools, each with `replicas` and `ranks`."
+        default=(GeneratorPool(),),
+        min_length=1,
+        description="Generator pools, each with `replicas`, `ranks` and `resources`; not used by `colocated`.",
     )
     trainer: TrainerPool = Field(default_factory=TrainerPool, description="The trainer pool.")
+    scorers: ScorersSection = Field(default_factory=ScorersSection, description="Where pictures are decoded and scored.")
+    weight_transport: Literal["object_store", "broadcast"] = Field(
+        default="object_store",
+        description="How weights go from the trainer to the generators: Ray's object store, or a broadcast of torch.distributed "
+        "(gloo, NCCL on GPUs).",
+    )
+    start_timeout_s: float = Field(
+        default=120.0, gt=0, description="Seconds to wait until the cluster has room for all workers, before the run is refused."
+    )
+    load_timeout_s: float = Field(default=1800.0, gt=0, description="Seconds that a worker may take to load its model.")
+    command_timeout_s: float = Field(
+        default=3600.0, gt=0, description="Seconds without any result from any worker after which the run is given up."
+    )
+    heartbeat_timeout_s: float = Field(
+        default=60.0, gt=0, description="Seconds without a sign of life after which a worker counts as lost."
+    )
 
 
 class WandbSection(Section):

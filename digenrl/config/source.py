@@ -102,7 +102,9 @@ def apply_override(data: dict[str, Any], override: str, source: Source) -> None:
         else:
             # A copy: with a YAML alias the same section may stand in a second place, which the override does not name.
             inner = here.get(key) if isinstance(here, dict) else here[int(key)]
-            here[key] = {} if inner is None else inner.copy() if isinstance(inner, dict | list) else inner
+            # A list that the recipe leaves out begins with the item that is named: cluster.generators.0.replicas=2.
+            absent: dict[str, Any] | list[Any] = [{}] if parts[position + 1] == "0" else {}
+            here[key] = absent if inner is None else inner.copy() if isinstance(inner, dict | list) else inner
             here = here[key]
 
 

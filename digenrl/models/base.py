@@ -1,20 +1,26 @@
 """What a model family has to provide: encode prompts, shape latents, predict a velocity, decode.
 
 Invariants: ``predict`` takes a batch of mixed timesteps and returns float32; a row's result depends on its own inputs
-and on the batch's shape, never on its neighbours; rollout and training call the same ``predict``.
+and on the batch's shape, never on its neighbours; rollout and training call the same ``predict``; a process that needs only
+some parts of a model reads the weights of no other, and what it computes does not depend on which parts it holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from digenrl.config.schema import Recipe
 from digenrl.diffusion.noise_schedule import NoiseSchedule
+from digenrl.errors import ProtocolError
+
+Part = Literal["text_encoders", "transformer", "vae"]
+"""What a process can hold of a model; the tokenizers go with the text encoders."""
+ALL_PARTS: frozenset[Part] = frozenset(("text_encoders", "transformer", "vae"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +53,48 @@ class Guidance:
     """Guidance value given to the network, for distilled models."""
 
 
+def part_not_loaded(part: Part, parts: frozenset[Part], *, needed_for: str) -> ProtocolError:
+    """The error of a call that needs ``part``, for an adapter that was loaded with ``parts``."""
+    return ProtocolError(
+        f"Part {part!r} of the model is needed for {needed_for}, and this adapter was loaded without it.",
+        why=f"It was loaded with {', '.join(sorted(parts)) or 'no part at all'}; a process holds only what its own work needs.",
+        fix=f"Send this work to a process that holds {part!r}, or name that part in ModelAdapter.load.",
+    )
+
+
 class ModelAdapter(Protocol):
-    """One model family, loaded on one device."""
+    """One model family, or the parts of one that a process needs, loaded on one device."""
 
     transformer: nn.Module
-    """The network that is trained."""
+    """The network that is trained; others may be put in its place. Raises ProtocolError where it was not loaded."""
     device: torch.device
     truncated_prompts: set[str]
-    """Prompts encoded so far that no text encoder saw to their end."""
+    """Prompts that this adapter encoded so far and no text encoder saw to their end."""
     default_lora_targets: tuple[str, ...]
     """Ends of the module names that get an adapter when the recipe names none."""
 
     @classmethod
-    def load(cls, recipe: Recipe, device: torch.device) -> ModelAdapter:
-        """Load all components, frozen and in eval mode. Raises ConfigError when the folder or the recipe does not fit."""
+    def load(cls, recipe: Recipe, device: torch.device, parts: frozenset[Part] = ALL_PARTS) -> ModelAdapter:
+        """Load these parts, frozen and in eval mode; weights of the others are never read into memory.
+
+        An adapter of your own must honour ``parts``: on a cluster, trainers and generators hold the transformer alone, and
+        text encoders and the VAE live only where prompts are encoded and latents decoded. ``latent_shape``,
+        ``noise_schedule`` and every number that other methods give must be the same with any parts, so read the configs of
+        absent components too. A method whose part is absent raises ``part_not_loaded``.
+        Raises ConfigError when the folder or the recipe does not fit.
+        """
         ...
 
     def encode_prompts(self, prompts: Sequence[str], negative_prompts: Sequence[str]) -> Conditioning:
-        """Encode a batch of prompts; the caller keeps the batch's size canonical."""
+        """Encode a batch of prompts with the text encoders; the caller keeps the batch's size canonical."""
         ...
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents, without the batch. height, width: pixels."""
+        """Shape of one sample's latents, without the batch; needs no part. height, width: pixels."""
         ...
 
     def noise_schedule(self, num_inference_steps: int, height: int, width: int) -> NoiseSchedule:
-        """The family's own sigma table."""
+        """The family's own sigma table; needs no part."""
         ...
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning, guidance: Guidance) -> Tensor:
@@ -80,5 +102,5 @@ class ModelAdapter(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of final latents [B, *latent]. Returns [B, 3, height, width] float32 in [0, 1]."""
+        """Images of final latents [B, *latent], by the VAE. Returns [B, 3, height, width] float32 in [0, 1]."""
         ...

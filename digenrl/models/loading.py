@@ -1,11 +1,15 @@
 """Loading a diffusers pipeline from a folder or the hub, quietly and with errors that say what to do.
 
 Invariants: only safetensors are read, for a pickled weight file can run code; no weight is ever made up where a file lacks
-it (diffusers and transformers only log that); no global random state is changed.
+it (diffusers and transformers only log that); no weight of a component that is not wanted is read, and the sizes that the
+pipeline derives from such a component's config are the same as with it; no global random state is changed.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +32,36 @@ def quiet_libraries() -> None:
         library.utils.logging.disable_progress_bar()
 
 
-def load_pipeline(pipeline_class: Any, path: str, *, absent: tuple[str, ...]) -> Any:
+@dataclass(frozen=True, slots=True)
+class ConfigOnly:
+    """In the place of one of diffusers' models that is not loaded: what a pipeline asks for besides running it."""
+
+    config: Any
+    """Mapping with the keys as attributes too, as a loaded model has it."""
+
+
+def load_pipeline(pipeline_class: Any, path: str, *, absent: tuple[str, ...], without: Collection[str] = ()) -> Any:
     """Load a pipeline in float32. ``absent``: components that the folder leaves out, which diffusers wants named.
 
-    Raises ConfigError when a component cannot be read or lacks weights.
+    ``without``: components that the folder has and this process does not want. A model of diffusers' becomes a ConfigOnly,
+    a text encoder or a tokenizer None. Raises ConfigError when a component cannot be read or lacks weights.
     """
     quiet_libraries()
     folder = resolve(path, where="model.path")
     source = str(folder) if folder.exists() else path
     try:
         with torch.random.fork_rng(devices=[]):
-            encoders = _text_encoders(pipeline_class.load_config(source), source)
-            pipeline = pipeline_class.from_pretrained(source, use_safetensors=True, **encoders, **dict.fromkeys(absent))
+            named = _named_components(pipeline_class.load_config(source))
+            unwanted = {name: entry for name, entry in named.items() if name in without}
+            configs = {name: _config_only(source, name, entry) for name, entry in unwanted.items() if entry[0] != "transformers"}
+            encoders = _text_encoders({name: entry for name, entry in named.items() if name not in without}, source)
+            nothing = dict.fromkeys((*absent, *unwanted))
+            pipeline = pipeline_class.from_pretrained(source, use_safetensors=True, **encoders, **nothing)
+            if configs:
+                # Made again, for a pipeline derives sizes from its components and guesses where it has none: a factor of 8
+                # for the VAE. from_pretrained itself would not take a ConfigOnly.
+                made_with = {name: value for name, value in pipeline.config.items() if not name.startswith("_")}
+                pipeline = pipeline_class(**(made_with | pipeline.components | configs))
     except ConfigError:
         raise
     except Exception as error:  # safetensors, tokenizers and the hub's client each raise classes of their own
@@ -70,15 +92,32 @@ def own_memory(module: nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
-def _text_encoders(config: dict[str, Any], source: str) -> dict[str, nn.Module]:
+def _named_components(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Library and class of every component that ``model_index.json`` names, but for those that are null there."""
+    pairs = {name: entry for name, entry in index.items() if isinstance(entry, list | tuple) and len(entry) == 2}
+    return {name: (library, class_name) for name, (library, class_name) in pairs.items() if library is not None}
+
+
+def _config_only(source: str, name: str, entry: tuple[str, str]) -> ConfigOnly:
+    """The config that the component would have, had it been loaded."""
+    import diffusers
+    from diffusers.configuration_utils import FrozenDict
+
+    model_class: Any = getattr(diffusers, entry[1])
+    parameters = inspect.signature(model_class.__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}  # the file may be older than a parameter
+    return ConfigOnly(FrozenDict(defaults | model_class.load_config(source, subfolder=name)))
+
+
+def _text_encoders(components: Mapping[str, tuple[str, str]], source: str) -> dict[str, nn.Module]:
     """The transformers models of a pipeline. Loaded here because only so transformers tells which weights it made up."""
     import transformers
 
     encoders: dict[str, nn.Module] = {}
-    for name, value in config.items():
-        if not (isinstance(value, list | tuple) and len(value) == 2 and value[0] == "transformers"):
+    for name, (library, class_name) in components.items():
+        if library != "transformers":
             continue
-        model_class: Any = getattr(transformers, value[1], None)
+        model_class: Any = getattr(transformers, class_name, None)
         is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
         if is_model:
             # A folder is named in full, so that an error names the component; on the hub it is a part of the repository.

@@ -1,7 +1,8 @@
 """Stable Diffusion 3 and 3.5, on top of diffusers' StableDiffusion3Pipeline.
 
 Conventions (measured against diffusers 0.42): timesteps 0..1000; true CFG as one batch [negative, positive]; text is the two
-CLIP encoders' tokens padded to the width of T5, then T5's tokens, or zeros where the folder has no T5.
+CLIP encoders' tokens padded to the width of T5, then T5's tokens, or zeros where the folder has no T5. What is known about
+text (tokenizers, limits, whether there is a T5) is known only where the text encoders are loaded.
 """
 
 from __future__ import annotations
@@ -17,29 +18,49 @@ from digenrl.config.schema import Recipe
 from digenrl.config.settings.models import SD3Settings
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.errors import ConfigError
-from digenrl.models.base import Conditioning, Guidance
+from digenrl.models.base import ALL_PARTS, Conditioning, Guidance, Part, part_not_loaded
 from digenrl.models.loading import load_pipeline, own_memory, quiet_libraries
+
+_COMPONENTS: dict[Part, tuple[str, ...]] = {
+    "text_encoders": ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"),
+    "transformer": ("transformer",),
+    "vae": ("vae",),
+}
 
 
 class SD3Adapter:
-    """One loaded Stable Diffusion 3."""
+    """One loaded Stable Diffusion 3, or parts of one."""
 
     default_lora_targets: tuple[str, ...] = tuple(
         f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     )
 
-    def __init__(self, pipeline: Any, settings: SD3Settings, *, device: torch.device, dtype: torch.dtype, cfg: bool) -> None:
-        self.transformer: nn.Module = pipeline.transformer
+    def __init__(
+        self, pipeline: Any, settings: SD3Settings, *, device: torch.device, dtype: torch.dtype, cfg: bool, parts: frozenset[Part]
+    ) -> None:
         self.device = device
         self.truncated_prompts: set[str] = set()
         """Prompts so far that no text encoder saw to their end; each once, however often it is encoded or pads a batch."""
+        self._transformer: nn.Module | None = pipeline.transformer if "transformer" in parts else None
         self._pipeline = pipeline
         self._settings = settings
         self._dtype = dtype
         self._cfg = cfg
+        self._parts = parts
+
+    @property
+    def transformer(self) -> nn.Module:
+        """See ModelAdapter.transformer."""
+        if self._transformer is None:
+            raise part_not_loaded("transformer", self._parts, needed_for="denoising and training")
+        return self._transformer
+
+    @transformer.setter
+    def transformer(self, network: nn.Module) -> None:
+        self._transformer = network
 
     @classmethod
-    def load(cls, recipe: Recipe, device: torch.device) -> SD3Adapter:
+    def load(cls, recipe: Recipe, device: torch.device, parts: frozenset[Part] = ALL_PARTS) -> SD3Adapter:
         """See ModelAdapter.load."""
         quiet_libraries()
         from diffusers import StableDiffusion3Pipeline
@@ -48,32 +69,33 @@ class SD3Adapter:
         assert isinstance(settings, SD3Settings), "the registry pairs this adapter with SD3Settings"
         folder = check_recipe(recipe)
         absent = folder.absent if folder is not None else ()
-        pipeline = load_pipeline(StableDiffusion3Pipeline, recipe.model.path, absent=absent)
-        _check_text_components(pipeline)
-        if pipeline.text_encoder_3 is not None and settings.max_sequence_length == 0:
-            raise ConfigError(
-                "model.max_sequence_length: 0 leaves no tokens for the third text encoder, which this model has.",
-                fix="Use model.max_sequence_length=256.",
-            )
+        without = [name for part in ALL_PARTS - parts for name in _COMPONENTS[part]]
+        pipeline = load_pipeline(StableDiffusion3Pipeline, recipe.model.path, absent=absent, without=without)
+        if "text_encoders" in parts:
+            _check_text_components(pipeline, settings)
         _check_size(pipeline, recipe)
         dtype = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
-        # Weights that are trained stay float32 and are cast in the forward pass; frozen ones are stored in the compute type.
-        pipeline.transformer.to(device, dtype if recipe.model.lora is not None else torch.float32)
-        pipeline.vae.to(device, torch.float32)
+        if "transformer" in parts:
+            # Weights that are trained stay float32 and are cast in the forward pass; frozen ones are stored in the compute type.
+            pipeline.transformer.to(device, dtype if recipe.model.lora is not None else torch.float32)
+            if recipe.model.gradient_checkpointing:
+                pipeline.transformer.enable_gradient_checkpointing()
+        if "vae" in parts:
+            pipeline.vae.to(device, torch.float32)
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
             if encoder is not None:
                 encoder.to(device, dtype)
         for component in pipeline.components.values():
             if isinstance(component, nn.Module):
                 own_memory(component.requires_grad_(False).eval())
-        if recipe.model.gradient_checkpointing:
-            pipeline.transformer.enable_gradient_checkpointing()
         scales = [recipe.rollout.true_cfg_scale, recipe.eval.true_cfg_scale if recipe.eval else 1.0]
-        return cls(pipeline, settings, device=device, dtype=dtype, cfg=max(scales) > 1)
+        return cls(pipeline, settings, device=device, dtype=dtype, cfg=max(scales) > 1, parts=parts)
 
     @torch.no_grad()
     def encode_prompts(self, prompts: Sequence[str], negative_prompts: Sequence[str]) -> Conditioning:
         """prompt_embeds [P, L, D] and pooled_prompt_embeds [P, D'], and their negative twins where CFG is used."""
+        if "text_encoders" not in self._parts:
+            raise part_not_loaded("text_encoders", self._parts, needed_for="encoding prompts")
         self.truncated_prompts |= self._truncated(prompts)
         embeds, negative, pooled, negative_pooled = self._pipeline.encode_prompt(
             prompt=list(prompts),
@@ -120,6 +142,7 @@ class SD3Adapter:
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning, guidance: Guidance) -> Tensor:
         """See ModelAdapter.predict."""
+        transformer = self.transformer
         text = conditioning.tensors
         embeds, pooled = text["prompt_embeds"], text["pooled_prompt_embeds"]
         guided = guidance.true_cfg_scale > 1
@@ -128,7 +151,7 @@ class SD3Adapter:
             embeds = torch.cat([text["negative_prompt_embeds"], embeds])
             pooled = torch.cat([text["negative_pooled_prompt_embeds"], pooled])
         with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
-            velocity: Tensor = self.transformer(
+            velocity: Tensor = transformer(
                 hidden_states=latents.to(self._dtype),
                 timestep=timesteps,
                 encoder_hidden_states=embeds,
@@ -144,6 +167,8 @@ class SD3Adapter:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """See ModelAdapter.decode."""
+        if "vae" not in self._parts:
+            raise part_not_loaded("vae", self._parts, needed_for="decoding latents")
         vae = self._pipeline.vae
         decoded: Tensor = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
         return (decoded * 0.5 + 0.5).clamp(0, 1)
@@ -174,7 +199,7 @@ def _check_size(pipeline: Any, recipe: Recipe) -> None:
             )
 
 
-def _check_text_components(pipeline: Any) -> None:
+def _check_text_components(pipeline: Any, settings: SD3Settings) -> None:
     """The third text encoder may be left out; the CLIP two may not, for diffusers has no way to do without them."""
     wanted = ["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"]
     if pipeline.text_encoder_3 is not None:
@@ -186,3 +211,8 @@ def _check_text_components(pipeline: Any) -> None:
                 why="Stable Diffusion 3 reads its prompts with two CLIP encoders; only the third encoder (T5) may be left out.",
                 fix=f"Copy the folder {name}/ of the original model there, and name it in model_index.json.",
             )
+    if pipeline.text_encoder_3 is not None and settings.max_sequence_length == 0:
+        raise ConfigError(
+            "model.max_sequence_length: 0 leaves no tokens for the third text encoder, which this model has.",
+            fix="Use model.max_sequence_length=256.",
+        )

@@ -2,72 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 
+from digenrl.algorithms.base import Algorithm
 from digenrl.config.builtin import resolve
 from digenrl.config.checks import check_recipe
 from digenrl.config.registry import component_class
 from digenrl.config.schema import Recipe
-from digenrl.data.prompts import load_prompts
+from digenrl.data.prompts import Prompt, load_prompts
 from digenrl.data.sampler import PromptSampler
+from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.errors import ConfigError
+from digenrl.models.base import ModelAdapter, Part
 from digenrl.rewards.compose import WeightedRewards
-from digenrl.runtime.checkpointer import Checkpointer, measured_of
-from digenrl.runtime.inline import INLINE_WORKER, InlineExecutor, Workers
-from digenrl.runtime.interrupt import Interrupt
-from digenrl.runtime.journal import Journal
+from digenrl.runtime.checkpointer import measured_of
 from digenrl.runtime.ledger import Ledger
 from digenrl.scheduling.micro_batches import cut_into_micro_batches
-from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.training.checkpoint import Checkpoint
 from digenrl.training.policy import Policy
 from digenrl.training.trainer import Trainer
-from digenrl.workers.evaluator import Evaluator
+from digenrl.workers.evaluator import EvaluationSampler
 from digenrl.workers.generator import Generator
 from digenrl.workers.scorer import Scorer
 
+Role = Literal["encode", "generate", "score", "train"]
+"""What a worker can do. Each role brings the parts of the model that it needs, and no others."""
+
+ALL_ROLES: frozenset[Role] = frozenset(get_args(Role))
+_PARTS: dict[Role, Part] = {"encode": "text_encoders", "generate": "transformer", "train": "transformer", "score": "vae"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltRun:
-    """Everything of one inline run, wired."""
+class Components:
+    """Everything that one process needs for its roles; None where no role asks for it."""
 
-    scheduler: Scheduler
-    executor: InlineExecutor
-    trainer: Trainer
-    journal: Journal
+    recipe: Recipe
+    adapter: ModelAdapter
+    algorithm: Algorithm
+    policy: Policy | None = None
+    generator: Generator | None = None
+    evaluation: EvaluationSampler | None = None
+    scorer: Scorer | None = None
+    trainer: Trainer | None = None
 
 
-def build_workers(recipe: Recipe) -> tuple[Workers, Ledger]:
-    """Load prompts, rewards and model, cheapest first, so that a mistake shows before anything large is loaded."""
-    check_recipe(recipe)
-    device = choose_device(recipe.run.device)
+def build_components(recipe: Recipe, roles: Set[Role], device: torch.device) -> Components:
+    """Load what the roles need, cheapest first, so that a mistake shows before anything large is loaded."""
     torch.set_num_threads(recipe.run.threads_per_worker)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
-    rollout, data = recipe.rollout, recipe.data
+    rewards = WeightedRewards.from_recipe(recipe.rewards) if "score" in roles else None
+    algorithm = build_algorithm(recipe)
+    adapter = component_class("model", recipe.model.type, where="model.type").load(
+        recipe, device, frozenset(_PARTS[role] for role in roles)
+    )
+    scorer = Scorer(adapter, rewards, forward_batch_size=recipe.rollout.forward_batch_size) if rewards is not None else None
+    if not roles & {"generate", "train"}:
+        return Components(recipe=recipe, adapter=adapter, algorithm=algorithm, scorer=scorer)
+    trains, rollout = "train" in roles, recipe.rollout
+    policy = Policy(adapter, recipe, needs_reference=trains and algorithm.needs_reference)
+    schedule: NoiseSchedule = adapter.noise_schedule(rollout.num_inference_steps, rollout.height, rollout.width)
+    trainer = Trainer(policy, algorithm, recipe, schedule) if trains else None
+    return Components(
+        recipe=recipe,
+        adapter=adapter,
+        algorithm=algorithm,
+        policy=policy,
+        generator=Generator(policy, algorithm, recipe, schedule),
+        evaluation=EvaluationSampler(policy, trainer.ema, recipe, recipe.eval) if trainer and recipe.eval else None,
+        scorer=scorer,
+        trainer=trainer,
+    )
+
+
+def build_algorithm(recipe: Recipe) -> Algorithm:
+    """The algorithm alone, which needs no weights."""
+    algorithm: Algorithm = component_class("algorithm", recipe.algorithm.type, where="algorithm.type")(
+        recipe.algorithm.settings, recipe
+    )
+    return algorithm
+
+
+def build_ledger(recipe: Recipe) -> Ledger[Any, Any]:
+    """Prompts and bookkeeping of a run."""
+    data = recipe.data
     sampler = PromptSampler(
         load_prompts(resolve(data.prompts, where="data.prompts")).prompts,
-        prompts_per_step=rollout.prompts_per_step,
+        prompts_per_step=recipe.rollout.prompts_per_step,
         seed=recipe.run.seed,
         shuffle=data.shuffle,
         stratify_by=data.stratify_by,
     )
-    eval_prompts = load_prompts(resolve(recipe.eval.prompts, where="eval.prompts")).prompts if recipe.eval else ()
-    rewards = WeightedRewards.from_recipe(recipe.rewards)
-    algorithm = component_class("algorithm", recipe.algorithm.type, where="algorithm.type")(recipe.algorithm.settings, recipe)
-    adapter = component_class("model", recipe.model.type, where="model.type").load(recipe, device)
-    policy = Policy(adapter, recipe, needs_reference=algorithm.needs_reference)
-    schedule = adapter.noise_schedule(rollout.num_inference_steps, rollout.height, rollout.width)
-    trainer = Trainer(policy, algorithm, recipe, schedule)
-    scorer = Scorer(adapter, rewards, forward_batch_size=rollout.forward_batch_size)
-    evaluator = Evaluator(policy, trainer.ema, scorer, recipe, recipe.eval, eval_prompts) if recipe.eval else None
-    workers = Workers(
-        generator=Generator(policy, algorithm, recipe, schedule), scorer=scorer, trainer=trainer, evaluator=evaluator
-    )
-    return workers, Ledger(sampler, algorithm, recipe)
+    return Ledger(sampler, build_algorithm(recipe), recipe)
+
+
+def evaluation_prompts(recipe: Recipe) -> tuple[Prompt, ...]:
+    """The held-out prompts; none without an eval section."""
+    return load_prompts(resolve(recipe.eval.prompts, where="eval.prompts")).prompts if recipe.eval else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,39 +123,38 @@ class Start:
         """Voided steps so far."""
         return int(self.checkpoint.state["skipped_steps"]) if self.checkpoint is not None else 0
 
-
-def wire_inline_run(
-    recipe: Recipe, workers: Workers, ledger: Ledger, journal: Journal, interrupt: Interrupt, start: Start, checkpoints: Path
-) -> BuiltRun:
-    """Connect built workers to a scheduler and an inline executor, at the place where the run begins."""
-    if start.checkpoint is not None:
-        workers.trainer.restore(start.checkpoint)
-    scheduler = Scheduler(inline_settings(recipe, start))
-    executor = InlineExecutor(workers, ledger, journal, interrupt)
-    executor.checkpointer = Checkpointer(checkpoints, recipe, workers.trainer, scheduler, skipped_steps=start.skipped_steps)
-    return BuiltRun(scheduler=scheduler, executor=executor, trainer=workers.trainer, journal=journal)
+    @property
+    def stale_claims(self) -> tuple[int, ...]:
+        """Micro-batches of the next step that were being generated with the weights of the version before."""
+        return tuple(self.checkpoint.state.get("stale_claims", ())) if self.checkpoint is not None else ()
 
 
-def inline_settings(recipe: Recipe, start: Start) -> SchedulerSettings:
-    """The schedule of a recipe on one worker that does everything in turn."""
+def schedule_settings(recipe: Recipe, start: Start, **workers: Any) -> SchedulerSettings:
+    """The schedule of a recipe. workers: who there is, as SchedulerSettings has it (generators, trainer, scorers, ...)."""
+    check_recipe(recipe)
     micro_batches = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch)
     first, steps = start.policy_version, recipe.train.steps
     return SchedulerSettings(
-        steps=steps,
-        micro_batches=len(micro_batches),
-        generators=(INLINE_WORKER,),
-        trainer=INLINE_WORKER,
-        update_order=recipe.update_order,
-        update_after=recipe.schedule.update_after,
-        max_attempts=recipe.schedule.max_attempts,
-        max_skipped_steps=recipe.train.max_skipped_steps,
-        evaluate_at=tuple(v for v in evaluation_versions(recipe) if v >= first and v not in start.evaluated),
-        save_at=tuple(v for v in every(recipe.train.save_freq, steps) if v > first),
-        first_version=first,
-        skipped_before=int(start.checkpoint.state["skipped_in_a_row"]) if start.checkpoint is not None else 0,
-        measured=measured_of(start.checkpoint),
-        partial_last=recipe.rollout.prompts_per_step % recipe.groups_in_micro_batch != 0,
-        groups_per_micro_batch=recipe.groups_in_micro_batch,
+        **{
+            "steps": steps,
+            "micro_batches": len(micro_batches),
+            "update_order": recipe.update_order,
+            "update_after": recipe.schedule.update_after,
+            "tag": recipe.tag,
+            "tag_static": recipe.schedule.tag_static,
+            "max_stale_fraction": recipe.schedule.max_stale_fraction,
+            "max_attempts": recipe.schedule.max_attempts,
+            "max_skipped_steps": recipe.train.max_skipped_steps,
+            "evaluate_at": tuple(v for v in evaluation_versions(recipe) if v >= first and v not in start.evaluated),
+            "save_at": tuple(v for v in every(recipe.train.save_freq, steps) if v > first),
+            "first_version": first,
+            "stale_claims": start.stale_claims if first < steps else (),
+            "skipped_before": int(start.checkpoint.state["skipped_in_a_row"]) if start.checkpoint is not None else 0,
+            "measured": measured_of(start.checkpoint),
+            "partial_last": recipe.rollout.prompts_per_step % recipe.groups_in_micro_batch != 0,
+            "groups_per_micro_batch": recipe.groups_in_micro_batch,
+            **workers,
+        }
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import digenrl
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
+from digenrl.runtime.journal import Journal
 from digenrl.scheduling.costs import MeasuredTask, Task
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.training.checkpoint import Checkpoint, save_checkpoint
@@ -16,33 +20,39 @@ from digenrl.training.trainer import Trainer
 
 
 class Checkpointer:
-    """Saves one run."""
+    """What the driver knows of a checkpoint; the trainer adds its weights and writes it."""
 
-    def __init__(self, folder: Path, recipe: Recipe, trainer: Trainer, scheduler: Scheduler, *, skipped_steps: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, recipe: Recipe, scheduler: Scheduler, journal: Journal) -> None:
+        self.folder = folder
+        """The run's ``checkpoints``."""
+        self.keep_last = recipe.train.keep_last
+        """Checkpoints that are kept."""
         self._recipe = recipe
-        self._trainer = trainer
         self._scheduler = scheduler
-        self.skipped_steps = skipped_steps
-        """Voided steps of the whole run; kept up to date by the executor."""
+        self._journal = journal
 
-    def save(self) -> Path:
-        """Write a checkpoint of the version that the trainer is at. Raises RunFailed when it cannot be written."""
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of the present version says beside the trainer's own, as JSON."""
         state = self._scheduler.state
-        return save_checkpoint(
-            self._folder,
-            self._trainer.policy.version,
-            self._trainer.weights(),
-            {
-                "digenrl": digenrl.__version__,
-                "recipe": self._recipe.to_plain(),
-                "trainer": self._trainer.counters(),
-                "skipped_steps": self.skipped_steps,
-                "skipped_in_a_row": state.skipped_in_a_row,
-                "measured": [asdict(known) for known in state.estimates.measured()],
-            },
-            keep_last=self._recipe.train.keep_last,
-        )
+        return {
+            "digenrl": digenrl.__version__,
+            "recipe": self._recipe.to_plain(),
+            "skipped_steps": self._journal.skipped_steps,
+            "skipped_in_a_row": state.skipped_in_a_row,
+            "stale_claims": list(state.stale_claims),
+            "measured": [asdict(known) for known in state.estimates.measured()],
+        }
+
+
+def write_checkpoint(
+    folder: Path, trainer: Trainer, state: Mapping[str, Any], *, keep_last: int, previous: Mapping[str, Tensor] | None = None
+) -> Path:
+    """Write a checkpoint of the version that the trainer is at. Raises RunFailed when it cannot be written.
+
+    state: Checkpointer.state. previous: trained weights of the version before, where trajectories of it may be in flight.
+    """
+    weights = {**trainer.weights(), "previous": previous or {}}
+    return save_checkpoint(folder, trainer.policy.version, weights, {**state, "trainer": trainer.counters()}, keep_last=keep_last)
 
 
 def measured_of(checkpoint: Checkpoint | None) -> tuple[MeasuredTask, ...]:
@@ -63,6 +73,10 @@ CHANGEABLE = (
     "eval.freq",
     "log",
     "run.output_dir",
+    "cluster.start_timeout_s",
+    "cluster.load_timeout_s",
+    "cluster.command_timeout_s",
+    "cluster.heartbeat_timeout_s",
 )
 """What may differ between a run and its continuation without changing what the steps so far have computed."""
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +14,25 @@ from numpy.typing import NDArray
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt
 from digenrl.errors import RunFailed
-from digenrl.ids import MicroBatchId, SampleId, StepOutcome
+from digenrl.ids import SampleId, StepOutcome
 from digenrl.metrics.console import RunConsole
 from digenrl.metrics.guards import warnings_of
 from digenrl.metrics.log import MetricsLog
+from digenrl.rewards.compose import Rewards
 from digenrl.runtime.ledger import StepRecord
 from digenrl.runtime.run_folder import RunFolder
 from digenrl.training.trainer import StepReport
 from digenrl.workers.evaluator import Evaluation
-from digenrl.workers.scorer import ScoredBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pictures:
+    """Pictures of a micro-batch that are to be saved."""
+
+    rows: list[int]
+    """n rows of the micro-batch."""
+    images: NDArray[np.uint8]
+    """[n, H, W, 3]"""
 
 
 class Journal:
@@ -37,7 +50,18 @@ class Journal:
         """Seconds by kind of command, since this process began."""
         self.skipped_steps = skipped_steps
         """Steps of the whole run that changed nothing: voided, or without a valid sample."""
+        self.pool_metrics: Callable[[], dict[str, float]] = dict
+        """What the schedule made of the step that is ending: bubbles, staleness."""
         self._without_rewards = 0
+        self._step_began = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self._console.say(text)
+
+    def warn(self, kind: str, text: str) -> None:
+        """A warning for people, once per kind."""
+        self._console.warn(kind, text)
 
     def timed(self, kind: str, seconds: float) -> None:
         """A command of this kind took so long."""
@@ -52,45 +76,52 @@ class Journal:
                 f"a prompt is longer than the text encoders read, and its end is ignored: {min(truncated)[:80]!r}...",
             )
 
-    def scored(
-        self, micro_batch: MicroBatchId, samples: Sequence[SampleId], prompts: Sequence[Prompt], batch: ScoredBatch
-    ) -> None:
-        """Save pictures of a micro-batch where they are due: the first samples of the first prompts of the step."""
-        log, step = self._recipe.log, micro_batch.step
+    def picture_rows(self, samples: Sequence[SampleId]) -> list[int]:
+        """Rows of a micro-batch whose pictures are due for saving: the first samples of the first prompts of some steps."""
+        log, step = self._recipe.log, samples[0].step
         last = step == self._recipe.train.steps - 1
         if not log.sample_freq or (step % log.sample_freq and not last):
-            return
-        groups = self._recipe.rollout.prompts_per_step
-        per_group = max(1, log.num_samples // groups)
-        chosen = [
+            return []
+        per_group = max(1, log.num_samples // self._recipe.rollout.prompts_per_step)
+        return [
             row for row, s in enumerate(samples) if s.sample < per_group and s.prompt * per_group + s.sample < log.num_samples
         ]
+
+    def scored(
+        self, samples: Sequence[SampleId], prompts: Sequence[Prompt], rewards: Rewards, pictures: Pictures, policy_version: int
+    ) -> None:
+        """Save the pictures of a micro-batch that are due. prompts: one per sample; policy_version: whose pictures they are."""
+        step, chosen = samples[0].step, pictures.rows
+        if not chosen:
+            return
         rows = [
             {
                 "step": step,
                 "prompt": prompts[row].text,
                 "sample": str(samples[row]),
                 "seed": self._recipe.run.seed,
-                "policy_version": step,
-                "reward": _plain(batch.rewards.totals[row]),
-                "rewards": {name: _plain(values[row]) for name, values in batch.rewards.parts.items()},
+                "policy_version": policy_version,
+                "reward": _plain(rewards.totals[row]),
+                "rewards": {name: _plain(values[row]) for name, values in rewards.parts.items()},
             }
             for row in chosen
         ]
         names = [f"prompt-{samples[row].prompt:03d}-sample-{samples[row].sample:03d}" for row in chosen]
-        self._folder.save_samples(f"step-{step:06d}", batch.images[chosen], names, rows)
-        if rows:
-            self._log.images("train/samples", step, batch.images[chosen], [_caption(row) for row in rows])
+        self._folder.save_samples(f"step-{step:06d}", pictures.images, names, rows)
+        self._log.images("train/samples", step, pictures.images, [_caption(row) for row in rows])
 
-    def stepped(self, step: int, report: StepReport, record: StepRecord) -> None:
+    def stepped(self, step: int, report: StepReport, record: StepRecord[Any, Any]) -> None:
         """An RL step is over: log its metrics."""
         metrics = _reward_metrics(record) | report.metrics
         self.skipped_steps += report.outcome is not StepOutcome.APPLIED
-        seconds = sum(v for kind, v in self._step_timing.items() if kind != "evaluate")
+        now = time.monotonic()
+        seconds = now - self._step_began - self._step_timing.get("evaluate", 0.0)
+        self._step_began = now
         metrics["skipped_steps"] = float(self.skipped_steps)
-        metrics["samples_per_second"] = record.rewards.size / seconds if seconds else math.nan
+        metrics["samples_per_second"] = record.rewards.size / seconds if seconds > 0 else math.nan
         metrics |= {f"timing_s/{kind}": value for kind, value in self._step_timing.items()}
         metrics["timing_s/step"] = seconds
+        metrics |= self.pool_metrics()
         self._step_timing = {}
         self._log.log("train", step, metrics)
         self._console.stepped(step, metrics)
@@ -137,7 +168,7 @@ class Journal:
         self._log.log("eval", version, metrics)
 
 
-def _reward_metrics(record: StepRecord) -> dict[str, float]:
+def _reward_metrics(record: StepRecord[Any, Any]) -> dict[str, float]:
     valid = record.rewards[np.isfinite(record.rewards)]
     metrics = {
         "reward_mean": float(valid.mean()) if valid.size else math.nan,

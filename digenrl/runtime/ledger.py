@@ -2,37 +2,42 @@
 
 Invariants: a reward is stored under its own sample's place, checked by id; batch statistics are computed only from a
 complete step; what is accumulated is forgotten, so memory does not grow with steps.
+
+Whether data or references to it lie here is the executor's choice (``C`` and ``T``): tensors in one process, object references
+on a cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from digenrl.algorithms.base import Algorithm, GroupAdvantages
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt
 from digenrl.data.sampler import PromptSampler
-from digenrl.diffusion.trajectory import Trajectory
 from digenrl.errors import ProtocolError
 from digenrl.ids import MicroBatchId, SampleId
-from digenrl.models.base import Conditioning
 from digenrl.rewards.compose import Rewards
 from digenrl.scheduling.micro_batches import MicroBatch, cut_into_micro_batches
 
+C = TypeVar("C")
+"""What encoded prompts are kept as."""
+T = TypeVar("T")
+"""What the trajectory of a micro-batch is kept as."""
+
 
 @dataclass(slots=True)
-class StepRecord:
+class StepRecord(Generic[C, T]):
     """One step while it is in flight."""
 
     prompts: tuple[Prompt, ...]
-    conditioning: Conditioning | None = None
-    trajectories: dict[int, Trajectory] = field(default_factory=dict)
+    conditioning: C | None = None
+    trajectories: dict[int, T] = field(default_factory=dict)
     """By index of the micro-batch; gone once accumulated."""
     rewards: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """[P, G], NaN until scored and where invalid."""
@@ -42,7 +47,7 @@ class StepRecord:
     """Indices of scored micro-batches."""
 
 
-class Ledger:
+class Ledger(Generic[C, T]):
     """The data behind the ids."""
 
     def __init__(self, sampler: PromptSampler, algorithm: Algorithm, recipe: Recipe) -> None:
@@ -51,14 +56,14 @@ class Ledger:
         self._num_generations = recipe.rollout.num_generations
         self._micro_batches = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch)
         self._batch_statistics = recipe.schedule.update_after == "step"
-        self._steps: dict[int, StepRecord] = {}
+        self._steps: dict[int, StepRecord[C, T]] = {}
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user should know about the prompts before the run."""
         return self._sampler.warnings
 
-    def step(self, step: int) -> StepRecord:
+    def step(self, step: int) -> StepRecord[C, T]:
         """The record of a step, made on first use."""
         if step not in self._steps:
             prompts = self._sampler.prompts_of_step(step)
@@ -78,11 +83,7 @@ class Ledger:
             for sample in range(self._num_generations)
         )
 
-    def prompt_rows(self, samples: Sequence[SampleId]) -> Tensor:
-        """Row of each sample's prompt in the step's conditioning: [B] int64."""
-        return torch.tensor([sample.prompt for sample in samples])
-
-    def conditioning(self, step: int) -> Conditioning:
+    def conditioning(self, step: int) -> C:
         """The step's encoded prompts. Raises ProtocolError before they are encoded."""
         conditioning = self.step(step).conditioning
         if conditioning is None:
@@ -103,6 +104,15 @@ class Ledger:
             record.parts.setdefault(name, {})[micro_batch.index] = values
         record.scored.add(micro_batch.index)
 
+    def discard(self, micro_batch: MicroBatchId) -> None:
+        """Forget what a micro-batch was generated and scored to: its trajectory is gone, and it is generated anew."""
+        record = self.step(micro_batch.step)
+        record.trajectories.pop(micro_batch.index, None)
+        record.scored.discard(micro_batch.index)
+        record.rewards[list(self.micro_batch(micro_batch).prompts)] = np.nan
+        for pieces in record.parts.values():
+            pieces.pop(micro_batch.index, None)
+
     def advantages(self, micro_batch: MicroBatchId) -> list[GroupAdvantages]:
         """Advantages of the groups of a scored micro-batch, in order of prompt."""
         record, prompts = self.step(micro_batch.step), self.micro_batch(micro_batch).prompts
@@ -113,6 +123,6 @@ class Ledger:
             groups = self._algorithm.advantages(record.rewards[list(prompts)])
         return groups
 
-    def close_step(self, step: int) -> StepRecord:
+    def close_step(self, step: int) -> StepRecord[C, T]:
         """Forget a step and return its record."""
         return self._steps.pop(step)

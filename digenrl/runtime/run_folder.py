@@ -1,7 +1,8 @@
 """The folder of one run: what lies where, and that no other run is ever overwritten.
 
-Files: recipe.yaml, metrics.jsonl, trace.jsonl, summary.json, reward.png, samples/index.jsonl, samples/<when>/*.png and
-checkpoints/step-N/ (training/checkpoint.py). A continued run writes trace-from-N.jsonl.
+Files: recipe.yaml, metrics.jsonl, trace.jsonl, summary.json, reward.png, samples/index.jsonl, samples/<when>/*.png,
+checkpoints/step-N/ (training/checkpoint.py); on a cluster, workers.json (which process is which worker). A continued run
+writes trace-from-N.jsonl.
 """
 
 from __future__ import annotations

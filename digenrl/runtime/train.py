@@ -18,16 +18,17 @@ from digenrl.metrics.console import RunConsole
 from digenrl.metrics.log import MetricsLog, open_sinks, read_metrics, resume_rows
 from digenrl.metrics.plots import plot_reward
 from digenrl.metrics.wandb_sink import import_wandb
-from digenrl.runtime.build import BuiltRun, Start, build_workers, wire_inline_run
+from digenrl.runtime.build import Start
 from digenrl.runtime.checkpointer import check_same_run
+from digenrl.runtime.inline import InlineSystem
 from digenrl.runtime.interrupt import Interrupt
 from digenrl.runtime.journal import Journal
+from digenrl.runtime.replay import ReplayExecutor, check_replayable
 from digenrl.runtime.run_folder import RunFolder
-from digenrl.trace.record import TraceWriter
+from digenrl.runtime.system import Run, System
+from digenrl.runtime.watch import Watch
+from digenrl.trace.record import Trace, TraceWriter
 from digenrl.training.checkpoint import has_checkpoint, load_newest
-from digenrl.training.digest import digests
-
-COMMAND_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +42,19 @@ class _Opening:
     notes: tuple[str, ...] = ()
 
 
-def train(recipe: Recipe) -> dict[str, object]:
+def train(recipe: Recipe, *, address: str | None = None) -> dict[str, object]:
     """Train as the recipe says, in a new folder, and return the summary that is also in the folder.
 
+    address: of a Ray cluster to run on; a private one on this machine if None, where the recipe asks for more than one process.
     Raises ConfigError before the run folder is made, RunFailed later, StopRequested on a signal: the metrics, pictures and
     weights until then are kept.
     """
     check_recipe(recipe)
     path = RunFolder.choose_path(recipe)
-    return _run(recipe, lambda stack: _Opening(folder=RunFolder.create(path, recipe, stack), start=Start()))
+    return _run(recipe, address, lambda stack: _Opening(folder=RunFolder.create(path, recipe, stack), start=Start()))
 
 
-def resume(recipe: Recipe, path: Path) -> dict[str, object]:
+def resume(recipe: Recipe, path: Path, *, address: str | None = None) -> dict[str, object]:
     """Go on with the run in ``path`` from its newest whole checkpoint; from the beginning where it has none.
 
     ``recipe``: the run's own, in which only what checkpointer.CHANGEABLE names may be changed. The result is the one of a run
@@ -61,7 +63,22 @@ def resume(recipe: Recipe, path: Path) -> dict[str, object]:
     check_recipe(recipe)
     folder = RunFolder.reopen(path)
     check_same_run(recipe, load_recipe(folder.recipe))
-    return _run(recipe, lambda stack: _continue(recipe, folder, stack))
+    return _run(recipe, address, lambda stack: _continue(recipe, folder, stack))
+
+
+def replay(recipe: Recipe, trace: Trace, *, address: str | None = None) -> dict[str, object]:
+    """Train as a recorded run trained: commands end in the recorded order, with the recorded versions; a new run folder.
+
+    recipe: the recorded run's own; ``cluster.placement: inline`` follows the record of any cluster in one process. Raises as
+    ``train`` does, and ProtocolError when the record cannot be kept.
+    """
+    if recipe.cluster.placement == "inline":
+        # Who helped whom and what was stale, the record says.
+        schedule = recipe.schedule.model_copy(update={"tag": None, "max_stale_fraction": 0.0})
+        recipe = recipe.model_copy(update={"schedule": schedule})
+    check_recipe(recipe)
+    path = RunFolder.choose_path(recipe)
+    return _run(recipe, address, lambda stack: _Opening(folder=RunFolder.create(path, recipe, stack), start=Start()), trace)
 
 
 def _continue(recipe: Recipe, folder: RunFolder, stack: ExitStack) -> _Opening:
@@ -85,27 +102,43 @@ def _continue(recipe: Recipe, folder: RunFolder, stack: ExitStack) -> _Opening:
     return _Opening(folder=folder, start=replace(start, evaluated=evaluated), resume_step=version, notes=notes)
 
 
-def _run(recipe: Recipe, open_folder: Callable[[ExitStack], _Opening]) -> dict[str, object]:
-    if recipe.cluster.placement != "inline":
-        raise ConfigError(
-            f"cluster.placement: {recipe.cluster.placement} cannot be trained with yet.",
-            why="This version trains in one process; the pools are simulated and planned with the same scheduler.",
-            fix="Use cluster.placement=inline, or look at the schedule with `digenrl simulate` and `digenrl plan`.",
-        )
+def _open_system(recipe: Recipe, address: str | None, stack: ExitStack) -> System:
+    """Load all workers. Those on a cluster end when ``stack`` is closed."""
+    if recipe.cluster.placement == "inline":
+        if address is not None:
+            raise ConfigError(
+                "--address is for a cluster, and cluster.placement is inline: one process.",
+                fix="Add cluster.placement=disaggregated (or colocated), or leave --address out.",
+            )
+        return InlineSystem(recipe)
+    from digenrl.runtime.ray.environment import prepare
+
+    prepare(private=address is None)
+    from digenrl.runtime.ray.system import RaySystem, check_runnable
+
+    check_runnable(recipe)
+    return RaySystem(recipe, address, stack)
+
+
+def _run(
+    recipe: Recipe, address: str | None, open_folder: Callable[[ExitStack], _Opening], record: Trace | None = None
+) -> dict[str, object]:
     began = time.monotonic()
     if recipe.log.wandb is not None:
         import_wandb()
     console = RunConsole(recipe.train.steps)
-    workers, ledger = build_workers(recipe)
     with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+        system = _open_system(recipe, address, stack)
+        if record is not None:
+            check_replayable(recipe, record, system.settings(Start()))
         opening = open_folder(stack)
         folder, start = opening.folder, opening.start
-        interrupt = stack.enter_context(Interrupt())
         console.first_step = start.policy_version
         console.say(f"run folder: {folder.path}")
         for note in opening.notes:
             console.say(note)
-        for number, warning in enumerate(ledger.warnings):
+        for number, warning in enumerate(system.warnings):
             console.warn(f"prompts-{number}", warning)
         sinks = open_sinks(
             recipe.log,
@@ -117,35 +150,40 @@ def _run(recipe: Recipe, open_folder: Callable[[ExitStack], _Opening]) -> dict[s
         )
         log = MetricsLog(folder.metrics, sinks, warn=console.warn)
         journal = Journal(recipe, folder, log, console, skipped_steps=start.skipped_steps)
-        run = wire_inline_run(recipe, workers, ledger, journal, interrupt, start, folder.checkpoints)
-        policy = run.trainer.policy
-        console.say(f"training {policy.num_parameters:,} parameters on {policy.adapter.device}")
+        settings = system.settings(start) if record is None else record.settings
+        run = system.begin(settings, start, journal, interrupt, folder.checkpoints)
+        executor = run.executor if record is None else ReplayExecutor(run.executor, record)
+        console.say(system.describe())
         try:
-            with TraceWriter(folder.trace_from(start.policy_version), run.scheduler.settings) as trace, console:
-                drive(run.scheduler, run.executor, trace, command_timeout_s=COMMAND_TIMEOUT_S)
+            with TraceWriter(folder.trace_from(start.policy_version), run.scheduler.settings) as trace:
+                watch = Watch(run.scheduler, [trace])
+                if record is None:  # a record's times are not those of this run
+                    journal.pool_metrics = lambda: watch.step_metrics(executor.now_us())
+                    console.follow(lambda: watch.snapshot(executor.now_us()))
+                with console:
+                    drive(run.scheduler, executor, watch, command_timeout_s=recipe.cluster.command_timeout_s)
         finally:
             interrupt.calm()
             try:
-                if run.trainer.settled:
-                    with interrupt.critical():
-                        run.executor.save()
+                run.executor.finish()
                 plot_reward(read_metrics(folder.metrics), folder.reward_plot, title=recipe.run.name)
             finally:
                 log.close()
-        summary = _summary(run, folder, time.monotonic() - began)
+        summary = _summary(run, journal, folder, time.monotonic() - began)
         folder.write_summary(summary)
         return summary
 
 
-def _summary(run: BuiltRun, folder: RunFolder, seconds: float) -> dict[str, object]:
-    journal, rows = run.journal, read_metrics(folder.metrics)
+def _summary(run: Run, journal: Journal, folder: RunFolder, seconds: float) -> dict[str, object]:
+    rows = read_metrics(folder.metrics)
     return {
         "eval": _evaluation_summary([row for row in rows if row["kind"] == "eval"]),
-        "steps": run.trainer.policy.version,
+        "folder": str(folder.path),
+        "steps": run.executor.policy_version,
         "skipped_steps": journal.skipped_steps,
         "seconds": round(seconds, 3),
         "timing_s": {name: round(value, 3) for name, value in journal.timing.items()},
-        "digests": digests(run.trainer.weights()),
+        "digests": run.executor.digests(),
     }
 
 

@@ -10,7 +10,10 @@ from digenrl.scheduling.commands import WorkerCommand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """All workers are up and hold version 0 (or the version that the run resumes from)."""
+    """All workers are up and hold version 0, or the version that the run resumes from.
+
+    Where there are ``SchedulerSettings.stale_claims`` they hold the version before that one.
+    """
 
     at_us: int
 
@@ -32,6 +35,9 @@ class CommandFailed:
     at_us: int
     command: WorkerCommand
     error: str = ""
+    untouched: bool = False
+    """The command never began: what it works on is gone, or the worker refused before it did anything. Not counted as an
+    attempt, and harmless whatever the command is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +67,21 @@ class WorkerOverdue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryLost:
-    """A generated micro-batch is gone (a node took its objects with it); its scores are discarded with it."""
+    """A generated micro-batch is gone (a node took its objects with it); its scores are discarded with it.
+
+    One that is being scored or accumulated is given back when that ends; accumulated all the same, it needs nothing more.
+    """
 
     at_us: int
     micro_batch: MicroBatchId
 
 
-Event = RunStarted | Finished | CommandFailed | WorkerLost | WorkerJoined | WorkerOverdue | TrajectoryLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConditioningLost:
+    """The encoded prompts of a step are gone (a node took them with it); they are encoded again."""
+
+    at_us: int
+    step: int
+
+
+Event = RunStarted | Finished | CommandFailed | WorkerLost | WorkerJoined | WorkerOverdue | TrajectoryLost | ConditioningLost

@@ -23,6 +23,7 @@ from digenrl.scheduling.commands import (
 from digenrl.scheduling.costs import Estimates, Task
 from digenrl.scheduling.events import (
     CommandFailed,
+    ConditioningLost,
     Event,
     Finished,
     RunStarted,
@@ -46,9 +47,8 @@ class ScheduleState:
         self.now_us = 0
         self.policy_version = first = settings.first_version
         """Completed RL steps, which is also the step in training."""
-        self.workers: dict[WorkerId, Worker] = {
-            name: Worker(name, index, settings.first_version) for index, name in enumerate(settings.workers)
-        }
+        held = first - 1 if settings.stale_claims else first
+        self.workers: dict[WorkerId, Worker] = {name: Worker(name, i, held) for i, name in enumerate(settings.workers)}
         self.steps: dict[int, StepState] = {first: StepState(first, settings)} if first < settings.steps else {}
         """Open steps: the one in training and, with stale generation, the next."""
         self.evaluations = list(settings.evaluate_at)
@@ -76,6 +76,18 @@ class ScheduleState:
     def step(self) -> StepState | None:
         """The step in training; None when all are done."""
         return self.steps.get(self.policy_version)
+
+    @property
+    def stale_claims(self) -> tuple[int, ...]:
+        """Micro-batches of the step in training that are claimed with the version before it, or still to be claimed with it.
+
+        A checkpoint keeps them for ``SchedulerSettings.stale_claims`` of the run that continues from it. Empty when no step is
+        open.
+        """
+        step = self.step
+        if step is None:
+            return ()
+        return tuple(sorted([*step.stale_claims, *(index for index in range(len(step.stages)) if step.stale(index))]))
 
     def open(self, number: int) -> StepState | None:
         """A step that may be worked on; None past the last one."""
@@ -118,8 +130,13 @@ class ScheduleState:
             step = self.steps.get(event.micro_batch.step)
             if step is None:
                 raise ProtocolError(f"{event}: step {event.micro_batch.step} is not open.", fix="This is a bug in the executor.")
-            if step.stage_of(event.micro_batch.index) is not Stage.SCORING or event.micro_batch.index in step.doomed:
+            if step.stage_of(event.micro_batch.index) not in _IN_WORK or event.micro_batch.index in step.doomed:
                 step.target(event.micro_batch.index, None, Move.LOSE)
+        elif isinstance(event, ConditioningLost):
+            step = self.steps.get(event.step)
+            if step is None or not step.encoded:
+                state = "not open" if step is None else "not encoded"
+                raise ProtocolError(f"{event}: step {event.step} is {state}.", fix="This is a bug in the executor.")
 
     def _check_command(self, event: Finished | CommandFailed) -> None:
         worker = self.workers.get(event.command.worker) if isinstance(event.command, WorkerCommand) else None
@@ -138,13 +155,13 @@ class ScheduleState:
             )
 
     def _in_order(self, events: tuple[Event, ...]) -> list[Event]:
-        """Completions of one instant by index of the worker, the trainer last; losses of trajectories after them."""
+        """Completions of one instant by index of the worker, the trainer last; losses of what they made after them."""
         if len(events) == 1:
             return list(events)
         return sorted(events, key=self._rank)
 
     def _rank(self, event: Event) -> int:
-        if isinstance(event, RunStarted | TrajectoryLost):
+        if isinstance(event, RunStarted | TrajectoryLost | ConditioningLost):
             return len(self.workers)
         name = event.command.worker if isinstance(event, Finished | CommandFailed) else event.worker
         return self.workers[name].index
@@ -158,7 +175,7 @@ class ScheduleState:
                 self.started = True
             case CommandFailed():
                 self._free(self.workers[event.command.worker])
-                return self._give_back(event.command, event.error)
+                return self._give_back(event.command, event.error, untouched=event.untouched)
             case WorkerLost():
                 return self._lose(event)
             case WorkerJoined():
@@ -168,12 +185,9 @@ class ScheduleState:
             case WorkerOverdue():
                 self._reopen_bubble()
             case TrajectoryLost():
-                step, index = self.steps[event.micro_batch.step], event.micro_batch.index
-                if step.stages[index] is Stage.SCORING:
-                    step.doomed.add(index)  # its scorer is still at it, and reports before it can be given back
-                else:
-                    step.move(index, None, Move.LOSE)
-                self._reopen_bubble()
+                self._lose_trajectory(event)
+            case ConditioningLost():
+                self._lose_conditioning(event)
         return None
 
     def _finish(self, event: Finished) -> StopRun | None:
@@ -187,9 +201,13 @@ class ScheduleState:
                 inline = self.settings.scoring == "inline"
                 move = Move.FINISH_SCORED if inline else Move.FINISH
                 self.steps[command.micro_batch.step].move(command.micro_batch.index, Generate, move)
-            case Score() | Accumulate():
-                self.steps[command.micro_batch.step].move(command.micro_batch.index, type(command), Move.FINISH)
+            case Score():
+                self.steps[command.micro_batch.step].move(command.micro_batch.index, Score, Move.FINISH)
                 self._drop_lost(command)
+            case Accumulate():
+                step = self.steps[command.micro_batch.step]
+                step.move(command.micro_batch.index, Accumulate, Move.FINISH)
+                step.doomed.discard(command.micro_batch.index)  # its gradient is in all the same
             case Encode():
                 self.steps[command.step].encoded = True
                 self.look_at_all = True
@@ -240,6 +258,7 @@ class ScheduleState:
     def _lose(self, event: WorkerLost) -> StopRun | None:
         worker = self.workers[event.worker]
         worker.alive = False
+        self._release_stale_claims()
         self._reopen_bubble()
         command = worker.running
         if command is not None:
@@ -248,16 +267,58 @@ class ScheduleState:
             return StopRun(reason=f"the trainer {worker.name} was lost{_because(event.error)}")
         return self._give_back(command, event.error or "its worker was lost") if command is not None else None
 
-    def _give_back(self, command: WorkerCommand, error: str) -> StopRun | None:
+    def _release_stale_claims(self) -> None:
+        """Let anybody generate what only workers with the version before could, once there is none of them left."""
+        step = self.step
+        if step is None or not step.stale_claims:
+            return
+        generators = (self.workers[name] for name in self.settings.generators)
+        if not any(worker.alive and worker.policy_version == step.step - 1 for worker in generators):
+            step.release_stale_claims()
+
+    def _lose_trajectory(self, event: TrajectoryLost) -> None:
+        step, index = self.steps[event.micro_batch.step], event.micro_batch.index
+        stage = step.stages[index]
+        if stage in _IN_WORK:
+            step.doomed.add(index)  # its worker is still at it, and reports before it can be given back
+        elif stage is not Stage.ACCUMULATED:  # else its update ended at this very instant
+            step.move(index, None, Move.LOSE)
+        self._reopen_bubble()
+
+    def _lose_conditioning(self, event: ConditioningLost) -> None:
+        step = self.steps.get(event.step)
+        if step is None:
+            return  # its last optimizer step ended at this very instant
+        step.encoded = step.encoding = False
+        step.encoded_before = True
+        if self.after_switch is not None and self.after_switch.micro_batch.step == step.step:
+            self._abandon_tag()
+        self._reopen_bubble()
+
+    def _abandon_tag(self) -> None:
+        """What the trainer has claimed and is switching its mode for waits for anybody again."""
+        command, self.after_switch = self.after_switch, None
+        if command is None:
+            return
+        step = self.steps[command.micro_batch.step]
+        step.move(command.micro_batch.index, Generate, Move.FAIL)
+        step.tags -= 1
+        if step.planned:
+            step.reserved += 1  # the plan has counted it
+
+    def _give_back(self, command: WorkerCommand, error: str, *, untouched: bool = False) -> StopRun | None:
         """A command was not carried out: what it worked on waits again. Stops the run when it has failed too often."""
         self._reopen_bubble()
         if isinstance(command, Encode):
             self.steps[command.step].encoding = False
-        if not isinstance(command, Generate | Score):
-            return self._fail(command, error)
+        if untouched and isinstance(command, SwitchMode):
+            self._abandon_tag()
+        # An update that failed half-way has touched the gradient.
+        if not isinstance(command, Generate | Score) and not (untouched and isinstance(command, Accumulate)):
+            return None if untouched else self._fail(command, error)
         step, index = self.steps[command.micro_batch.step], command.micro_batch.index
         step.move(index, type(command), Move.FAIL)
-        if self._drop_lost(command):
+        if self._drop_lost(command) or untouched:
             return None
         step.attempts[index] += 1
         if step.attempts[index] < self.settings.max_attempts:
@@ -282,7 +343,7 @@ class ScheduleState:
         return StopRun(reason=f"{key[0]} has failed {self.failures[key]} times, last on {command.worker}{_because(error)}")
 
     def _drop_lost(self, command: Generate | Score | Accumulate) -> bool:
-        """Give a micro-batch back whose trajectory was lost while it was scored; whether it was."""
+        """Give a micro-batch back whose trajectory was lost while a worker was at it; whether it was."""
         step, index = self.steps[command.micro_batch.step], command.micro_batch.index
         if index not in step.doomed:
             return False
@@ -301,6 +362,9 @@ class ScheduleState:
         self.outstanding -= 1
 
 
+_IN_WORK = (Stage.SCORING, Stage.UPDATING)
+"""Stages in which a trajectory is used."""
+
 _TASKS: dict[type[WorkerCommand], Task] = {
     Generate: Task.GENERATE,
     Score: Task.SCORE,
@@ -316,6 +380,8 @@ def _subject(event: Event) -> object:
         return event.command.worker
     if isinstance(event, TrajectoryLost):
         return event.micro_batch
+    if isinstance(event, ConditioningLost):
+        return f"the encoded prompts of step {event.step}"
     return event.worker if isinstance(event, WorkerLost | WorkerJoined | WorkerOverdue) else None
 
 

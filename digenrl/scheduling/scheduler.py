@@ -1,13 +1,15 @@
 """The scheduler: ``handle(events) -> commands``, a pure function of its state and the events.
 
-A free generator: load newer weights > encode > score > generate > generate for the next step (TCSS) > stay idle.
+A free generator: load newer weights > encode > score > generate > generate for the next step (TCSS) > stay idle. In a resumed
+run it keeps the weights that it holds while micro-batches are left that were claimed with them (exactly the same come out).
 A free trainer: publish > save > evaluate > continue a plan of back-to-back TAGs > accumulate > finish the step > at a
 bubble, TAG or wait > stay idle. A worker that is both (one pool, in turn) does what the trainer would, and generates when
 there is nothing to accumulate.
 
 Invariants: an illegal event raises ProtocolError and changes nothing; the optimizer step comes after the last micro-batch of
-its range and before any gradient of the next; a trajectory has one version, at most one step old, and no more than the quota
-are old; while work is left and a worker lives, some command is outstanding.
+its range and before any gradient of the next; no generation and no update starts without the encoded prompts; a trajectory has
+one version, at most one step old, and no more than the quota are old; while work is left and a worker lives, some command is
+outstanding.
 """
 
 from __future__ import annotations
@@ -112,13 +114,15 @@ class Scheduler:
 
     def _work_for_generators(self) -> bool:
         """Whether another free generator might still find something to do."""
-        return any(step.scoring_queue or step.pending for step in self._state.steps.values())
+        return any(step.scoring_queue or step.pending or step.needs_encoding for step in self._state.steps.values())
 
     def _for_generator(self, worker: Worker) -> WorkerCommand | None:
         state, step = self._state, self._state.step
         if step is None:
             return None
         if worker.policy_version != state.policy_version:
+            if step.stale_claims and worker.policy_version == step.step - 1:
+                return self._encode(worker, step) or self._score(worker) or self._generate_claimed_before(worker, step)
             return self._sync(worker)
         return self._encode(worker, step) or self._score(worker) or self._generate(worker, step) or self._stale(worker, step)
 
@@ -160,10 +164,11 @@ class Scheduler:
         return SyncWeights(worker=worker.name, policy_version=version, reason=f"{verb} version {version}; holds {held}")
 
     def _encode(self, worker: Worker, step: StepState) -> WorkerCommand | None:
-        if step.encoding or worker.name not in self._encoders:
+        if worker.name not in self._encoders or not step.needs_encoding:
             return None
         step.encoding = True
-        return Encode(worker=worker.name, step=step.step, reason="once per step, before its first trajectory")
+        reason = "again: the encoded prompts were lost" if step.encoded_before else "once per step, before its first trajectory"
+        return Encode(worker=worker.name, step=step.step, reason=reason)
 
     def _score(self, worker: Worker) -> WorkerCommand | None:
         if self.settings.scoring == "pool" and not (self._scorers and worker in self._scorers):
@@ -180,17 +185,27 @@ class Scheduler:
         return None
 
     def _generate(self, worker: Worker, step: StepState) -> WorkerCommand | None:
-        if not step.encoded or not step.pending:
+        if not step.encoded or not step.available:
             return None
         reserved = step.reserved
         if self._reserves and not self._should_claim(worker, step):
             return None
         left = f", {reserved} of them the trainer's" if reserved else ""
-        return self._claim(worker, step, f"first of {step.pending} pending{left}")
+        return self._claim(worker, step, step.lowest_available(), f"first of {step.available} pending{left}")
+
+    def _generate_claimed_before(self, worker: Worker, step: StepState) -> WorkerCommand | None:
+        """What the run that this one continues had claimed with the weights of the step before, which this worker still holds.
+
+        Without the encoded prompts it waits, rather than load the weights with which the same would come out differently.
+        """
+        if not step.encoded:
+            return None
+        step.stale_used += 1
+        return self._claim(worker, step, step.stale_claims[0], "stale: claimed before the run was interrupted")
 
     def _should_claim(self, worker: Worker, step: StepState) -> bool:
         """The reserve rule (step_model.may_claim): leave the trainer's micro-batches, and what others would finish earlier."""
-        jobs = step.pending - step.reserved
+        jobs = step.available - step.reserved
         own = self._generate_us(worker)
         if jobs <= 0 or own is None or not self._well_known(worker):
             return jobs > 0
@@ -218,19 +233,19 @@ class Scheduler:
     def _stale(self, worker: Worker, step: StepState) -> WorkerCommand | None:
         """Generation for the next step with the present weights, while the quota lasts and nothing of this step is pending."""
         quota = self.settings.stale_quota
-        if step.pending or not quota:
+        if step.available or not quota:
             return None
         following = self._state.open(step.step + 1)
-        if following is None or following.stale_used >= quota or not following.pending:
+        if following is None or following.stale_used >= quota or not following.available:
             return None
         encode = self._encode(worker, following)
         if encode is not None or not following.encoded:
             return encode
         following.stale_used += 1
-        return self._claim(worker, following, f"stale: {following.stale_used} of {quota} allowed for step {following.step}")
+        reason = f"stale: {following.stale_used} of {quota} allowed for step {following.step}"
+        return self._claim(worker, following, following.lowest_available(), reason)
 
-    def _claim(self, worker: Worker, step: StepState, reason: str) -> Generate:
-        index = step.lowest_pending()
+    def _claim(self, worker: Worker, step: StepState, index: int, reason: str) -> Generate:
         step.move(index, Generate, Move.START)
         step.versions[index] = worker.policy_version
         return Generate(
@@ -241,7 +256,8 @@ class Scheduler:
         )
 
     def _accumulate(self, worker: Worker, step: StepState) -> WorkerCommand | None:
-        index = step.updatable()
+        # A gradient needs the encoded prompts as well.
+        index = step.updatable() if step.encoded else None
         if index is None:
             return None
         if self._state.trainer_generating:
@@ -265,7 +281,7 @@ class Scheduler:
 
     def _planned_tag(self, worker: Worker, step: StepState) -> WorkerCommand | None:
         """TAGs that do not wait for a bubble: static ones, and the rest of a plan that is back to back."""
-        if not step.encoded or not step.pending or step.update:
+        if not step.encoded or not step.available or step.update:
             return None
         if self.settings.tag == "static" and step.tags < self.settings.tag_static and not step.accumulated:
             return self._tag(worker, step, f"TAG: {step.tags + 1} of {self.settings.tag_static}, fixed by tag_static")
@@ -278,7 +294,7 @@ class Scheduler:
         """The trainer is free and has nothing to update: generate or wait."""
         policy = self.settings.tag
         # Between the updates of one rollout the weights have moved on: what were generated now would be of another policy.
-        if policy == "never" or not step.encoded or not step.pending or step.update:
+        if policy == "never" or not step.encoded or not step.available or step.update:
             return None
         if not any(generator.alive for generator in self._generators):
             return self._tag(worker, step, "TAG: no generator is left")
@@ -290,7 +306,9 @@ class Scheduler:
             step.reserved -= 1
             return self._tag(worker, step, f"TAG: planned at the step's first bubble, {step.reserved} more")
         decision = self._decider.decide(self._look(step))
-        step.planned, step.reserved, step.sticky = True, decision.reserved, decision.sticky
+        # The searches count all that is pending; what only a generator may claim cannot be reserved for the trainer.
+        reserved = min(decision.reserved, step.available - 1)
+        step.planned, step.reserved, step.sticky = True, reserved, decision.sticky
         if decision.tag:
             return self._tag(worker, step, decision.reason)
         step.bubble_closed = True
@@ -310,7 +328,7 @@ class Scheduler:
     def _tag(self, worker: Worker, step: StepState, reason: str) -> WorkerCommand:
         """Claim a micro-batch for the trainer; where its mode has to change first, the claim waits for that."""
         step.tags += 1
-        command = self._claim(worker, step, reason)
+        command = self._claim(worker, step, step.lowest_available(), reason)
         if self._state.trainer_generating:
             return command
         self._state.after_switch = command

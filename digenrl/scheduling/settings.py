@@ -52,6 +52,9 @@ class SchedulerSettings:
     """Policy versions to write a checkpoint of, ascending."""
     first_version: int = 0
     """Version that the run starts from: completed RL steps of the run that it continues."""
+    stale_claims: tuple[int, ...] = ()
+    """Micro-batches of step ``first_version`` that the run which this one continues had claimed under version
+    ``first_version`` - 1, ascending; they are generated under that version again."""
     skipped_before: int = 0
     """Voided steps in a row just before ``first_version``."""
     measured: tuple[MeasuredTask, ...] = ()
@@ -66,6 +69,7 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         self._check_counts()
         self._check_workers()
+        self._check_stale_claims()
         for name in ("evaluate_at", "save_at"):
             versions = getattr(self, name)
             if list(versions) != sorted(set(versions)) or any(not self.first_version <= v <= self.steps for v in versions):
@@ -97,6 +101,23 @@ class SchedulerSettings:
             raise ValueError("tag and max_stale_fraction need a trainer that is not one of the generators")
         if self.costs is not None and len(self.costs.generate) != len(self.generators):
             raise ValueError(f"costs are given for {len(self.costs.generate)} generators, and there are {len(self.generators)}")
+
+    def _check_stale_claims(self) -> None:
+        claims = self.stale_claims
+        if not claims:
+            return
+        if list(claims) != sorted(set(claims)) or not 0 <= claims[0] <= claims[-1] < self.micro_batches:
+            raise ValueError(f"stale_claims {claims} must be ascending indices of a step's {self.micro_batches} micro-batches")
+        if not 1 <= self.first_version < self.steps:
+            raise ValueError(
+                f"stale_claims {claims} need a version before first_version ({self.first_version}) and a step after it "
+                f"(steps: {self.steps})"
+            )
+        if len(claims) > self.stale_quota:  # which is 0 in one pool
+            raise ValueError(
+                f"stale_claims {claims} are {len(claims)}, and max_stale_fraction ({self.max_stale_fraction}) allows "
+                f"{self.stale_quota} of the {self.micro_batches} micro-batches of a step to be stale"
+            )
 
     @property
     def one_pool(self) -> bool:

@@ -51,10 +51,14 @@ TRANSITIONS: dict[tuple[Stage, type | None, Move], Stage] = {
     (Stage.SCORING, Score, Move.FAIL): Stage.SCORING_QUEUE,
     (Stage.UPDATE_QUEUE, Accumulate, Move.START): Stage.UPDATING,
     (Stage.UPDATING, Accumulate, Move.FINISH): Stage.ACCUMULATED,
+    (Stage.UPDATING, Accumulate, Move.FAIL): Stage.UPDATE_QUEUE,
     (Stage.SCORING_QUEUE, None, Move.LOSE): Stage.PENDING,
     (Stage.UPDATE_QUEUE, None, Move.LOSE): Stage.PENDING,
 }
 
+
+NEEDS_NO_PROMPTS = (Stage.UPDATING, Stage.ACCUMULATED)
+"""Nothing that starts after these needs the encoded prompts."""
 
 OVERDUE_SHARE = 0.2
 """Of its age, what an overdue command is taken to need still."""
@@ -91,6 +95,9 @@ class StepState:
         self.step = step
         self.encoded = False
         self.encoding = False
+        """Whether a worker is at it, or has done it."""
+        self.encoded_before = False
+        """Whether the encoded prompts were there, and got lost."""
         self.stages: list[Stage] = [Stage.PENDING] * count
         self.versions: list[int] = [-1] * count
         """Policy version of each trajectory, fixed when it is claimed."""
@@ -117,19 +124,38 @@ class StepState:
         self.update_queue: deque[int] = deque()
         """UQ: scored, not yet accumulated; in order of arrival."""
         self._settings = settings
-        self._pending = list(range(count))
+        self.stale_claims: deque[int] = deque(settings.stale_claims if step == settings.first_version else ())
+        """Pending ones that an interrupted run had claimed with the weights of the step before, and that wait for a worker
+        which holds those; ascending."""
+        claimed = set(self.stale_claims)
+        self._available = [index for index in range(count) if index not in claimed]
         self._following = 0
         self.doomed: set[int] = set()
-        """Micro-batches whose trajectory was lost while they were scored."""
+        """Micro-batches whose trajectory was lost while they were scored or accumulated."""
 
     @property
     def pending(self) -> int:
         """Micro-batches that nobody has claimed."""
-        return len(self._pending)
+        return len(self._available) + len(self.stale_claims)
 
-    def lowest_pending(self) -> int:
+    @property
+    def available(self) -> int:
+        """Pending micro-batches that are not kept for the holders of older weights."""
+        return len(self._available)
+
+    @property
+    def needs_encoding(self) -> bool:
+        """Whether its prompts have to be encoded, for the first time or again, and nobody is at it."""
+        return not self.encoding and any(stage not in NEEDS_NO_PROMPTS for stage in self.stages)
+
+    def lowest_available(self) -> int:
         """The micro-batch to claim next."""
-        return self._pending[0]
+        return self._available[0]
+
+    def release_stale_claims(self) -> None:
+        """Nobody can generate what is left of them any more: anybody may, with the weights of this step."""
+        while self.stale_claims:
+            heappush(self._available, self.stale_claims.popleft())
 
     def stage_of(self, index: int) -> Stage | None:
         """Where a micro-batch is; None for an index that the step does not have."""
@@ -153,7 +179,7 @@ class StepState:
         stage = self.stages[index]
         self.stages[index] = target
         if stage is Stage.PENDING:
-            assert heappop(self._pending) == index, "the lowest pending micro-batch is claimed first"
+            self._take(index)
         elif stage is Stage.SCORING_QUEUE:
             self.scoring_queue.remove(index)
         elif stage is Stage.UPDATE_QUEUE:
@@ -163,15 +189,23 @@ class StepState:
                 self.stale_used -= 1
             self.scored -= stage is Stage.UPDATE_QUEUE
             self.versions[index] = -1
-            heappush(self._pending, index)
+            heappush(self._available, index)
         elif target is Stage.SCORING_QUEUE:
             # A failed scoring goes to the front: it is the oldest.
             self.scoring_queue.appendleft(index) if move is Move.FAIL else self.scoring_queue.append(index)
+        elif target is Stage.UPDATE_QUEUE and move is Move.FAIL:
+            self.update_queue.appendleft(index)  # it has its rewards already, and was next
         elif target is Stage.UPDATE_QUEUE:
             self.scored += 1
             self.update_queue.append(index)
         elif target is Stage.ACCUMULATED:
             self.accumulated += 1
+
+    def _take(self, index: int) -> None:
+        """Remove a claimed micro-batch from those that wait for it."""
+        stale = bool(self.stale_claims) and self.stale_claims[0] == index
+        taken = self.stale_claims.popleft() if stale else heappop(self._available)
+        assert taken == index, "the lowest pending micro-batch is claimed first"
 
     def updatable(self) -> int | None:
         """The micro-batch to accumulate next, or None while the order or ``update_after`` forbids all of them."""

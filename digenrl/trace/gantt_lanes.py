@@ -217,14 +217,18 @@ SYMBOLS = {
     Mark.WORKER_JOINED: "worker joined",
     Mark.WORKER_OVERDUE: "command overdue",
     Mark.TRAJECTORY_LOST: "trajectory lost",
+    Mark.CONDITIONING_LOST: "encoded prompts lost",
 }
 
 
 def symbol(mark: Mark, x: float, y: float, *, size: float = 1) -> str:
     """A sign of about 12 pixels around a point."""
-    if mark in (Mark.WORKER_LOST, Mark.TRAJECTORY_LOST):
+    if mark in (Mark.WORKER_LOST, Mark.TRAJECTORY_LOST, Mark.CONDITIONING_LOST):
         inner, outer = ("#fff", _RED) if mark is Mark.WORKER_LOST else (_RED, "#fff")
-        found = element("circle", r=6, fill=outer, stroke=inner)
+        if mark is Mark.CONDITIONING_LOST:
+            found = element("path", d="M-6 -6h12v12h-12z", fill=outer, stroke=inner)
+        else:
+            found = element("circle", r=6, fill=outer, stroke=inner)
         found += element("path", d="M-3 -3l6 6m0 -6l-6 6", fill="none", stroke=inner, stroke_width=1.8)
     else:
         joined = mark is Mark.WORKER_JOINED

@@ -27,6 +27,10 @@ class Queues:
         self._steps: dict[int, dict[int, _Queue | None]] = {}
         """By step and index of the micro-batch: where it waits; None while it is worked on and once it is accumulated."""
         self._lengths: dict[int, list[int]] = {}
+        self._in_use: set[MicroBatchId] = set()
+        """Trajectories that are being scored or accumulated."""
+        self._doomed: set[MicroBatchId] = set()
+        """Those of them that were lost in the meantime."""
 
     def lengths(self, step: int) -> tuple[int, int, int]:
         """Pending, SQ and UQ of one step; nothing waits after the last one."""
@@ -41,26 +45,46 @@ class Queues:
         if self._where(command.micro_batch) is not _FROM[type(command)]:
             raise ConfigError(f"{command}, and its micro-batch does not wait for that.")
         self._move(command.micro_batch, None)
+        if not isinstance(command, Generate):
+            self._in_use.add(command.micro_batch)
 
-    def finish(self, command: Generate | Score) -> None:
-        """A micro-batch waits for what comes next."""
+    def finish(self, command: Generate | Score | Accumulate) -> None:
+        """A micro-batch waits for what comes next, if anything does."""
+        doomed = self._release(command.micro_batch)
+        if isinstance(command, Accumulate):
+            return
         scored = isinstance(command, Score) or self._settings.scoring == "inline"
-        self._move(command.micro_batch, _Queue.UPDATE if scored else _Queue.SCORING)
+        waits = _Queue.UPDATE if scored else _Queue.SCORING
+        self._move(command.micro_batch, _Queue.PENDING if doomed else waits)
 
-    def give_back(self, command: Generate | Score) -> None:
+    def give_back(self, command: Generate | Score | Accumulate) -> None:
         """A command was not carried out: its micro-batch waits as before."""
-        self._move(command.micro_batch, _FROM[type(command)])
+        doomed = self._release(command.micro_batch)
+        self._move(command.micro_batch, _Queue.PENDING if doomed else _FROM[type(command)])
 
     def lose(self, micro_batch: MicroBatchId) -> None:
-        """A trajectory is gone: its micro-batch is pending again. Raises ConfigError when there was none that waits."""
+        """A trajectory is gone: its micro-batch is pending again, after what works on it has ended.
+
+        Raises ConfigError when there was none.
+        """
+        if micro_batch in self._in_use and micro_batch not in self._doomed:
+            self._doomed.add(micro_batch)
+            return
         if self._where(micro_batch) not in (_Queue.SCORING, _Queue.UPDATE):
-            raise ConfigError(f"the trajectory of {micro_batch} was lost, and there was none that waits.")
+            raise ConfigError(f"the trajectory of {micro_batch} was lost, and there was none.")
         self._move(micro_batch, _Queue.PENDING)
 
     def forget(self, step: int) -> None:
         """A step is complete."""
         self._steps.pop(step, None)
         self._lengths.pop(step, None)
+
+    def _release(self, micro_batch: MicroBatchId) -> bool:
+        """Nobody works on a trajectory any more; whether it was lost in the meantime."""
+        doomed = micro_batch in self._doomed
+        self._in_use.discard(micro_batch)
+        self._doomed.discard(micro_batch)
+        return doomed
 
     def _where(self, micro_batch: MicroBatchId) -> _Queue | None:
         if not 0 <= micro_batch.step < self._settings.steps:

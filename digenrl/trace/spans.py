@@ -29,6 +29,7 @@ from digenrl.scheduling.commands import (
 )
 from digenrl.scheduling.events import (
     CommandFailed,
+    ConditioningLost,
     Event,
     Finished,
     TrajectoryLost,
@@ -77,6 +78,8 @@ class _Reader:
         self._running: dict[WorkerId, tuple[int, WorkerCommand]] = {}
         self._authors: dict[MicroBatchId, Generate] = {}
         """Who generated a trajectory, and with which version; of open steps only."""
+        self._encoders: dict[int, WorkerId] = {}
+        """Who encoded the prompts of a step, as long as they are there."""
         self._absences: dict[WorkerId, list[tuple[int, int | None]]] = {worker: [] for worker in settings.workers}
         self._waiting = Queues(settings)
         self._spans: list[Span] = []
@@ -85,7 +88,8 @@ class _Reader:
 
     def take(self, entry: Entry) -> None:
         """The events and commands of one instant."""
-        for event in entry.events:
+        # As for the scheduler, what was lost was there before this instant; what works on it ends in it or later.
+        for event in sorted(entry.events, key=lambda event: not isinstance(event, TrajectoryLost | ConditioningLost)):
             if event.at_us < self._now_us:
                 raise ConfigError(f"{event} lies before {self._now_us} us, the time of the last event.")
             self._event(event)
@@ -130,7 +134,7 @@ class _Reader:
                 self._finish(event)
             case CommandFailed():
                 self._expect(event.command)
-                self._give_back(self._end(event.command.worker, event.at_us, "failed"))
+                self._give_back(self._end(event.command.worker, event.at_us, "failed"), untouched=event.untouched)
             case WorkerLost():
                 absences = self._absences_of(event.worker)
                 if absences and absences[-1][1] is None:
@@ -153,11 +157,16 @@ class _Reader:
                 self._instants.append(Instant(at_us=event.at_us, mark=Mark.WORKER_OVERDUE, worker=event.worker, text=text))
             case TrajectoryLost():
                 self._lose_trajectory(event)
+            case ConditioningLost():
+                if event.step not in self._encoders:
+                    raise ConfigError(f"the encoded prompts of step {event.step} were lost, and there were none.")
+                worker, text = self._encoders.pop(event.step), f"the encoded prompts of step {event.step} were lost"
+                self._instants.append(Instant(at_us=event.at_us, mark=Mark.CONDITIONING_LOST, worker=worker, text=text))
 
     def _lose_trajectory(self, event: TrajectoryLost) -> None:
         lost = event.micro_batch
         self._waiting.lose(lost)
-        worker = self._authors.pop(lost).worker
+        worker = self._authors[lost].worker
         text = f"the trajectory of {lost} was lost"
         self._instants.append(Instant(at_us=event.at_us, mark=Mark.TRAJECTORY_LOST, worker=worker, micro_batch=lost, text=text))
 
@@ -165,8 +174,10 @@ class _Reader:
         command = event.command
         self._expect(command)
         self._end(command.worker, event.at_us, "finished")
-        if isinstance(command, Generate | Score):
+        if isinstance(command, Generate | Score | Accumulate):
             self._waiting.finish(command)
+        elif isinstance(command, Encode):
+            self._encoders[command.step] = command.worker
         elif isinstance(command, OptimizerStep) and command.update + 1 == self._settings.updates_per_rollout:
             self._waiting.forget(self._version)
             self._authors = {item: made for item, made in self._authors.items() if item.step > self._version}
@@ -219,8 +230,8 @@ class _Reader:
         )
         return command
 
-    def _give_back(self, command: WorkerCommand) -> None:
-        if isinstance(command, Generate | Score):
+    def _give_back(self, command: WorkerCommand, *, untouched: bool = False) -> None:
+        if isinstance(command, Generate | Score) or (untouched and isinstance(command, Accumulate)):
             self._waiting.give_back(command)
 
     def _absences_of(self, worker: WorkerId) -> list[tuple[int, int | None]]:

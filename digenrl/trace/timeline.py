@@ -95,6 +95,7 @@ class Mark(StrEnum):
     WORKER_JOINED = "worker joined"
     WORKER_OVERDUE = "worker overdue"
     TRAJECTORY_LOST = "trajectory lost"
+    CONDITIONING_LOST = "conditioning lost"
     PUBLISHED = "version published"
     STOPPED = "run stopped"
 
@@ -106,7 +107,7 @@ class Instant:
     at_us: int
     mark: Mark
     worker: WorkerId | None = None
-    """The worker concerned; of a lost trajectory, the one that had generated it."""
+    """The worker concerned; of a lost trajectory, the one that had generated it; of encoded prompts, that had encoded them."""
     micro_batch: MicroBatchId | None = None
     policy_version: int | None = None
     """Of PUBLISHED: the version that exists from now on."""

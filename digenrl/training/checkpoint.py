@@ -29,10 +29,12 @@ from digenrl.errors import ConfigError, RunFailed
 FORMAT, VERSION = "digenrl-checkpoint", 1
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 PARTS = ("parameters", "optimizer", "ema")
+PREVIOUS = "previous"
+"""Trained weights of the version before, only where trajectories made with them may still be trained on."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 Weights = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by part (PARTS) and name."""
+"""Tensors by part (PARTS, and PREVIOUS where it is not empty) and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ def save_checkpoint(folder: Path, policy_version: int, weights: Weights, state: 
     draft = folder / f"{target.name}.tmp-{uuid.uuid4().hex}"
     try:
         draft.mkdir(parents=True)
-        for part in PARTS:
+        for part in (*PARTS, *((PREVIOUS,) if weights.get(PREVIOUS) else ())):
             tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights[part].items()}
             save_file(tensors, draft / f"{part}.safetensors")
         (draft / STATE).write_text(json.dumps({**state, "policy_version": policy_version}, indent=1), encoding="utf-8")
@@ -96,14 +98,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"{str(path / MANIFEST)!r} is of checkpoint format {manifest.get('version')}, and this DigenRL reads {VERSION}.",
             fix="Use the DigenRL that wrote it.",
         )
-    wanted = {STATE, *(f"{part}.safetensors" for part in PARTS)}
+    parts = [*PARTS, *((PREVIOUS,) if f"{PREVIOUS}.safetensors" in manifest["files"] else ())]
+    wanted = {STATE, *(f"{part}.safetensors" for part in parts)}
     for name in sorted(wanted):
         if manifest["files"].get(name) != _describe_or_none(path / name):
             raise _damaged(path / name, "its size or digest is not what the manifest says")
     state = _json(path / STATE)
     if state.get("policy_version") != manifest.get("policy_version"):
         raise _damaged(path / MANIFEST, "its policy version is not the one of state.json")
-    weights = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
+    weights = {part: _tensors(path / f"{part}.safetensors") for part in parts}
     return Checkpoint(path=path, policy_version=int(state["policy_version"]), state=state, weights=weights)
 
 

@@ -84,6 +84,8 @@ class Trainer:
         self._pairs = 0
         self._nonfinite_pairs = 0
         self._metrics: list[dict[str, Tensor]] = []
+        self._stale_metrics: list[dict[str, Tensor]] = []
+        """Of pairs that the version before generated, whose ratios are not 1 for a reason: kept apart."""
 
     @property
     def settled(self) -> bool:
@@ -96,6 +98,7 @@ class Trainer:
         trajectory: whole groups, contiguous, in order of prompt. conditioning: one row per group. advantages: one per group.
         """
         self._schedule.check_same(trajectory.sigmas)
+        metrics = self._metrics if trajectory.policy_version == self.policy.version else self._stale_metrics
         group_size = _check_groups(trajectory, len(conditioning), advantages)
         trained_steps = trajectory.denoising_steps.shape[1]
         batch_size = pairs_per_batch(self._recipe.train.timestep_batch_size, group_size, trained_steps)
@@ -108,18 +111,18 @@ class Trainer:
             values[group * group_size : (group + 1) * group_size] = torch.from_numpy(its.values).float()
             text = conditioning.select(torch.tensor([group]).expand(batch_size))
             for batch in pack_pairs(rows, trained_steps, batch_size):
-                self._backward(self._gather(trajectory, batch, values), text)
+                self._backward(self._gather(trajectory, batch, values), text, metrics)
 
     def optimizer_step(self) -> StepReport:
         """Divide by Z, clip, step; or leave everything as it is where Z = 0 or the gradient is not finite."""
         train, pairs = self._recipe.train, self._pairs
-        metrics = self._mean_metrics() | {"trained_pairs": float(pairs), "nonfinite_pairs": float(self._nonfinite_pairs)}
+        metrics = self._step_metrics() | {"trained_pairs": float(pairs), "nonfinite_pairs": float(self._nonfinite_pairs)}
         rate = learning_rate(self.policy.version, train)
         outcome = StepOutcome.EMPTY
         if pairs:
             norm = self._divide_and_clip(pairs)
             metrics |= {"grad_norm": float(norm), "learning_rate": rate}
-            nothing_finite = self._nonfinite_pairs > 0 and not self._metrics
+            nothing_finite = self._nonfinite_pairs > 0 and not (self._metrics or self._stale_metrics)
             finite = bool(torch.isfinite(norm)) and not nothing_finite
             outcome = StepOutcome.APPLIED if finite else StepOutcome.VOIDED
         self.stepping = True
@@ -131,7 +134,7 @@ class Trainer:
                 self.ema.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.policy.version += 1
-        self._pairs, self._nonfinite_pairs, self._metrics = 0, 0, []
+        self._pairs, self._nonfinite_pairs, self._metrics, self._stale_metrics = 0, 0, [], []
         return StepReport(outcome=outcome, metrics=metrics)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
@@ -187,16 +190,16 @@ class Trainer:
             real=batch.weights.nonzero().flatten().to(device),
         )
 
-    def _backward(self, pairs: _Pairs, text: Conditioning) -> None:
+    def _backward(self, pairs: _Pairs, text: Conditioning, metrics: list[dict[str, Tensor]]) -> None:
         """Add the gradient of the finite pairs; every round masks at least one more, so this ends."""
         while len(pairs.real):
-            bad = self._try_backward(pairs, text)
+            bad = self._try_backward(pairs, text, metrics)
             if not bool(bad.any()):
                 return
             self._nonfinite_pairs += int(bad.sum())
             pairs = pairs.without(bad)
 
-    def _try_backward(self, pairs: _Pairs, text: Conditioning) -> Tensor:
+    def _try_backward(self, pairs: _Pairs, text: Conditioning, metrics: list[dict[str, Tensor]]) -> Tensor:
         """Add the gradient of all pairs, or of none if one is not finite. Returns which are not: [n] bool, as ``real``.
 
         A method of its own, so that a failed round's graph is gone before the next one is built.
@@ -215,7 +218,7 @@ class Trainer:
         bad = ~torch.isfinite(out.loss.detach())
         if not bool(bad.any()):
             out.loss.sum().backward()  # type: ignore[no-untyped-call]
-            self._metrics.append(out.metrics)
+            metrics.append(out.metrics)
         return bad
 
     def _inputs(self, pairs: _Pairs, text: Conditioning) -> LossInputs:
@@ -250,17 +253,21 @@ class Trainer:
         limit = self._recipe.train.max_grad_norm
         return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
 
-    def _mean_metrics(self) -> dict[str, float]:
-        if not self._metrics:
-            return {}
-        means: dict[str, float] = {}
-        for name in self._metrics[0]:
-            values = torch.cat([metrics[name] for metrics in self._metrics])
-            if name == "ratio":
-                means |= {"ratio_mean": float(values.mean()), "ratio_std": float(values.std(correction=0))}
-            else:
-                means[name] = float(values.mean())
-        return means
+    def _step_metrics(self) -> dict[str, float]:
+        stale = _means(self._stale_metrics)
+        return _means(self._metrics) | {f"stale/{name}": value for name, value in stale.items()}
+
+
+def _means(metrics: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Means over all pairs, by name."""
+    means: dict[str, float] = {}
+    for name in metrics[0] if metrics else ():
+        values = torch.cat([each[name] for each in metrics])
+        if name == "ratio":
+            means |= {"ratio_mean": float(values.mean()), "ratio_std": float(values.std(correction=0))}
+        else:
+            means[name] = float(values.mean())
+    return means
 
 
 def _check_groups(trajectory: Trajectory, texts: int, advantages: Sequence[GroupAdvantages]) -> int:

@@ -20,7 +20,8 @@ from digenrl.diffusion.noise import Purpose, normal
 from digenrl.diffusion.sampler import StepPlan, denoise
 from digenrl.errors import RunFailed
 from digenrl.ids import SampleId
-from digenrl.models.base import Guidance
+from digenrl.models.base import Conditioning, Guidance
+from digenrl.rewards.compose import Rewards
 from digenrl.training.ema import Ema
 from digenrl.training.policy import Policy
 from digenrl.workers.generator import encode_prompts
@@ -32,7 +33,7 @@ class Evaluation:
     """Rewards on the held-out prompts, one image each."""
 
     images: NDArray[np.uint8]
-    """[N, H, W, 3], in the order of the prompts."""
+    """[n, H, W, 3], of the first n prompts: all N of them, or those that are to be saved."""
     rewards: NDArray[np.float64]
     """[N], the weighted sum; NaN where invalid."""
     parts: dict[str, float]
@@ -44,34 +45,28 @@ class Evaluation:
         return float(np.nanmean(self.rewards))
 
 
-class Evaluator:
-    """Evaluates one policy on one prompt file."""
+class EvaluationSampler:
+    """Draws the evaluation's images, as latents, where the policy is."""
 
-    def __init__(
-        self, policy: Policy, ema: Ema | None, scorer: Scorer, recipe: Recipe, section: EvalSection, prompts: Sequence[Prompt]
-    ) -> None:
+    def __init__(self, policy: Policy, ema: Ema | None, recipe: Recipe, section: EvalSection) -> None:
         self._policy = policy
         self._ema = ema
-        self._scorer = scorer
         self._recipe = recipe
         self._section = section
-        self.prompts = tuple(prompts)
 
-    def evaluate(self) -> Evaluation:
-        """Generate one image for every prompt with the averaged weights (the trained ones without EMA) and score it."""
+    def generate(self, conditioning: Conditioning) -> Tensor:
+        """Final latents [N, *latent] of N encoded prompts, with the averaged weights (the trained ones without EMA)."""
         if self._ema is None:
-            return self._evaluate()
+            return self._generate(conditioning)
         with self._ema.swapped():
-            return self._evaluate()
+            return self._generate(conditioning)
 
     @torch.no_grad()
-    def _evaluate(self) -> Evaluation:
+    def _generate(self, conditioning: Conditioning) -> Tensor:
         adapter, rollout, section = self._policy.adapter, self._recipe.rollout, self._section
-        size = rollout.forward_batch_size
-        conditioning = encode_prompts(adapter, self.prompts, size)
         schedule = adapter.noise_schedule(section.num_inference_steps, rollout.height, rollout.width)
         shape = adapter.latent_shape(rollout.height, rollout.width)
-        initial = torch.stack([normal(shape, section.seed, Purpose.EVALUATION, i) for i in range(len(self.prompts))])
+        initial = torch.stack([normal(shape, section.seed, Purpose.EVALUATION, i) for i in range(len(conditioning))])
         guidance = Guidance(section.true_cfg_scale, section.guidance_scale)
 
         def predict(latents: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
@@ -80,20 +75,49 @@ class Evaluator:
         plan = StepPlan(
             noise_levels=torch.zeros(len(initial), schedule.num_steps), trained=torch.empty(len(initial), 0, dtype=torch.int64)
         )
+        size = rollout.forward_batch_size
         result = denoise(predict, initial.to(adapter.device), schedule, plan, ODE(), _no_noise, forward_batch_size=size)
-        samples = [SampleId(self._policy.version, index, 0) for index in range(len(self.prompts))]
-        scored = self._scorer.score(samples, self.prompts, result.final_latents)
-        if not np.isfinite(scored.rewards.totals).any():
-            raise RunFailed(
-                "No evaluation image has a valid reward.",
-                why="All images or all rewards are NaN or infinite.",
-                fix="Look at the pictures of the last steps; the training has diverged, or the reward is broken.",
-            )
-        return Evaluation(
-            images=scored.images,
-            rewards=scored.rewards.totals,
-            parts={name: float(np.nanmean(v)) for name, v in scored.rewards.parts.items() if np.isfinite(v).any()},
+        return result.final_latents
+
+
+class Evaluator:
+    """Evaluates one policy on one prompt file, all in one process."""
+
+    def __init__(
+        self, policy: Policy, ema: Ema | None, scorer: Scorer, recipe: Recipe, section: EvalSection, prompts: Sequence[Prompt]
+    ) -> None:
+        self._policy = policy
+        self._sampler = EvaluationSampler(policy, ema, recipe, section)
+        self._scorer = scorer
+        self._forward_batch_size = recipe.rollout.forward_batch_size
+        self.prompts = tuple(prompts)
+
+    def evaluate(self) -> Evaluation:
+        """Generate one image for every prompt and score it."""
+        conditioning = encode_prompts(self._policy.adapter, self.prompts, self._forward_batch_size)
+        latents = self._sampler.generate(conditioning)
+        scored = self._scorer.score(evaluation_samples(self._policy.version, len(self.prompts)), self.prompts, latents)
+        return summarise(scored.images, scored.rewards)
+
+
+def evaluation_samples(policy_version: int, count: int) -> list[SampleId]:
+    """Ids of an evaluation's images."""
+    return [SampleId(policy_version, index, 0) for index in range(count)]
+
+
+def summarise(images: NDArray[np.uint8], rewards: Rewards) -> Evaluation:
+    """Means over all prompts. Raises RunFailed when no reward is valid."""
+    if not np.isfinite(rewards.totals).any():
+        raise RunFailed(
+            "No evaluation image has a valid reward.",
+            why="All images or all rewards are NaN or infinite.",
+            fix="Look at the pictures of the last steps; the training has diverged, or the reward is broken.",
         )
+    return Evaluation(
+        images=images,
+        rewards=rewards.totals,
+        parts={name: float(np.nanmean(v)) for name, v in rewards.parts.items() if np.isfinite(v).any()},
+    )
 
 
 def _no_noise(_step: int, _rows: Tensor) -> Tensor:

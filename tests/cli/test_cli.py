@@ -417,9 +417,10 @@ def test_the_result_of_a_run_is_told_in_words_also_where_a_part_was_never_valid(
     evaluation = {"reward_before": 0.5, "reward_after": 0.625, "num_images": 400, "strict_before": 0.25, "strict_after": None}
     assert list(result_lines({"eval": evaluation, "steps": 3, "seconds": 1.5})) == [
         "held-out reward: 0.500 -> 0.625 (+0.125), 400 images",
-        "3 steps in 1.5 s",
+        "3 steps; 1.5 s in all, loading, evaluation and saving included",
     ]
-    assert list(result_lines({"eval": None, "steps": 0, "seconds": 1.5})) == ["0 steps in 1.5 s"]
+    nothing = result_lines({"eval": None, "steps": 0, "seconds": 1.5})
+    assert list(nothing) == ["0 steps; 1.5 s in all, loading, evaluation and saving included"]
 
 
 def test_the_app_itself_can_be_called_by_typer_s_runner() -> None:
@@ -434,11 +435,18 @@ def test_check_says_how_samples_fall_onto_ranks_and_what_unevenness_costs(digenr
     assert "2 replicas of 5 ranks: 36 samples of a full micro-batch, 7 to 8 a rank, ranks idle 10 %" in answer.out
 
 
-def test_a_placement_that_cannot_be_trained_with_yet_is_refused_before_anything_starts(digenrl: Call, tmp_path: Path) -> None:
-    answer = digenrl("train", QUICKSTART, "cluster.placement=disaggregated", f"run.output_dir={tmp_path / 'run'}")
+def test_trainer_ranks_that_cannot_be_trained_with_yet_are_refused_before_anything_starts(digenrl: Call, tmp_path: Path) -> None:
+    changes = ("cluster.placement=disaggregated", "cluster.trainer.ranks=2", f"run.output_dir={tmp_path / 'run'}")
+    answer = digenrl("train", QUICKSTART, *changes)
     assert answer.code == 2
-    assert "simulate" in answer.err
+    assert "cluster.trainer.ranks=1" in answer.err
     assert not (tmp_path / "run").exists()
+
+
+def test_an_address_is_refused_for_a_run_in_one_process(digenrl: Call, tmp_path: Path) -> None:
+    answer = digenrl("train", QUICKSTART, f"run.output_dir={tmp_path / 'run'}", "--address", "127.0.0.1:6379")
+    assert answer.code == 2
+    assert "cluster.placement=disaggregated" in answer.err
 
 
 @pytest.mark.parametrize("override", ["schedule.tag=greedy", "schedule.max_stale_fraction=0.25"])

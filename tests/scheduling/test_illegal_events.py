@@ -25,7 +25,7 @@ from digenrl.scheduling.commands import (
     SyncWeights,
     WorkerCommand,
 )
-from digenrl.scheduling.events import Finished, RunStarted
+from digenrl.scheduling.events import CommandFailed, ConditioningLost, Event, Finished, RunStarted, TrajectoryLost
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.scheduling.state import TRANSITIONS, Move, Stage, StepState
@@ -79,6 +79,19 @@ def altered(command: WorkerCommand) -> list[WorkerCommand]:
     return [replace(command, **{field.name: wrong[field.name]}) for field in fields(command)]
 
 
+def losses_of_nothing(past: list[WorkerCommand]) -> list[Event]:
+    """Losses of what is not there, after these commands have ended well."""
+    over = {command.step for command in past if isinstance(command, OptimizerStep)}
+    encoded = {command.step for command in past if isinstance(command, Encode)} - over
+    accumulated = {command.micro_batch for command in past if isinstance(command, Accumulate)}
+    there = {command.micro_batch for command in past if isinstance(command, Generate)} - accumulated
+    anything = [MicroBatchId(step, index) for step, index in product(range(-1, 4), repeat=2)]
+    return [
+        *(ConditioningLost(at_us=7, step=step) for step in range(-1, 4) if step not in encoded),
+        *(TrajectoryLost(at_us=7, micro_batch=its) for its in anything if its not in there),
+    ]
+
+
 @settings(max_examples=60, deadline=None, database=None)
 @given(setup=st.sampled_from(SETTINGS), seed=st.integers(0, 2**32))
 def test_no_lie_at_any_moment_changes_anything_and_the_run_ends_well(setup: SchedulerSettings, seed: int) -> None:
@@ -93,7 +106,9 @@ def test_no_lie_at_any_moment_changes_anything_and_the_run_ends_well(setup: Sche
             finished(command, outcome=None if isinstance(command, OptimizerStep) else rng.choice(list(StepOutcome)))
             for command in outstanding
         ]
-        refused(scheduler, RunStarted(at_us=1), *wrong_outcomes, *(finished(lie) for lie in lies if lie not in outstanding))
+        lies = [lie for lie in lies if lie not in outstanding]
+        refused(scheduler, RunStarted(at_us=1), *wrong_outcomes, *(finished(lie) for lie in lies))
+        refused(scheduler, *(CommandFailed(at_us=7, command=lie, untouched=True) for lie in lies), *losses_of_nothing(past))
         done = rng.choice(outstanding)
         outstanding.remove(done)
         past.append(done)

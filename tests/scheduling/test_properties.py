@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import random
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from digenrl.scheduling.commands import (
     Evaluate,
     Generate,
     OptimizerStep,
+    SaveCheckpoint,
     Score,
     StopRun,
     SwitchMode,
@@ -36,6 +37,7 @@ from digenrl.scheduling.commands import (
 )
 from digenrl.scheduling.events import (
     CommandFailed,
+    ConditioningLost,
     Event,
     Finished,
     RunStarted,
@@ -58,10 +60,17 @@ SCORERS = (WorkerId("scorer-0"), WorkerId("scorer-1"))
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> SchedulerSettings:
+def schedules(draw: st.DrawFn, *, resumed: bool | None = None) -> SchedulerSettings:
+    """resumed: whether the run continues one that had stale trajectories; None: perhaps."""
     generators = POOL[: draw(st.integers(1, 4))]
-    one_pool = draw(st.integers(0, 5)) == 0
+    resumed = draw(st.booleans()) if resumed is None else resumed
+    one_pool = not resumed and draw(st.integers(0, 2)) == 0
     size = draw(st.integers(1, 8))
+    fraction = 0.0 if one_pool else draw(st.sampled_from([0.5, 1.0] if resumed else [0.0, 0.25, 0.5, 1.0]))
+    quota = int(fraction * size)
+    first = draw(st.integers(1, 2)) if resumed else draw(st.integers(0, 1))
+    steps = first + draw(st.integers(1, 3) if resumed else st.integers(0, 4))
+    versions = st.sets(st.integers(first, steps), max_size=2).map(sorted).map(tuple)
     scoring = draw(st.sampled_from(["generator", "generator", "pool", "inline"]))
     tag = "never" if one_pool else draw(st.sampled_from(["never", "static", "greedy", "bts", "bts_plus", "bts_plus"]))
     known = draw(st.booleans())
@@ -75,9 +84,14 @@ def schedules(draw: st.DrawFn) -> SchedulerSettings:
         switch_out=draw(st.integers(0, 20)),
     )
     return SchedulerSettings(
-        steps=draw(st.integers(0, 4)),
+        steps=steps,
+        first_version=first,
+        stale_claims=tuple(sorted(draw(st.sets(st.integers(0, size - 1), max_size=quota)))) if resumed and quota else (),
+        evaluate_at=draw(versions),
+        save_at=draw(versions),
         micro_batches=size,
         generators=generators,
+        encoders=tuple(sorted(draw(st.sets(st.sampled_from(generators))))),
         trainer=generators[0] if one_pool else TRAINER,
         scoring=scoring,
         scorers=SCORERS if scoring == "pool" else (),
@@ -87,7 +101,7 @@ def schedules(draw: st.DrawFn) -> SchedulerSettings:
         tag=tag,
         tag_static=draw(st.integers(0, size)),
         replan=draw(st.sampled_from(["bubble", "step"])),
-        max_stale_fraction=0.0 if one_pool else draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
+        max_stale_fraction=fraction,
         max_attempts=1000,
         costs=costs if known else None,
     )
@@ -104,10 +118,17 @@ class Chaos:
         self._now = 0
         self._lost: set[WorkerId] = set()
         self._ready: set[MicroBatchId] = set()
-        """Generated, and their update not started."""
+        """Generated, there, and not accumulated."""
+        self._encoded: set[int] = set()
+        """Open steps whose encoded prompts are there."""
+        self._optimized = 0
+        """Optimizer steps so far."""
 
     def run(self) -> None:
         self._handle([RunStarted(at_us=0)])
+        self.go_on()
+
+    def go_on(self) -> None:
         for _ in range(20_000):
             if self.scheduler.finished:
                 return
@@ -117,43 +138,87 @@ class Chaos:
             self._handle(events)
         raise AssertionError("the run does not end")
 
+    @property
+    def version(self) -> int:
+        """Completed steps."""
+        return self._setup.first_version + self._optimized // self._setup.updates_per_rollout
+
     def _something(self) -> list[Event]:
         rng, at = self._rng, self._now
+        assert self.outstanding or self._a_role_is_empty(), f"nobody works: {self._setup}, lost {self._lost}"
         if self._lost and (rng.random() < 0.3 or not self.outstanding):
             worker = rng.choice(sorted(self._lost))
             self._lost.discard(worker)
             return [WorkerJoined(at_us=at, worker=worker)]
-        if rng.random() < self._trouble:
-            trouble = self._make_trouble(at)
-            if trouble:
-                return [trouble]
-        count = rng.randint(1, max(1, min(3, len(self.outstanding))))
-        chosen = rng.sample(sorted(self.outstanding), min(count, len(self.outstanding)))
-        return [self._finish(self.outstanding.pop(worker), at) for worker in chosen]
+        trouble = self._make_trouble(at) if rng.random() < self._trouble else []
+        # An instant has one event of each worker.
+        able = sorted(set(self.outstanding) - {event.worker for event in trouble if isinstance(event, WorkerOverdue)})
+        if not able or (trouble and rng.random() < 0.5):
+            return trouble
+        chosen = rng.sample(able, rng.randint(1, min(3, len(able))))
+        events = trouble + [self._finish(self.outstanding.pop(worker), at) for worker in chosen]
+        rng.shuffle(events)
+        return events
 
-    def _make_trouble(self, at: int) -> Event | None:
+    def _a_role_is_empty(self) -> bool:
+        """Whether everybody who could do some kind of work is lost, so that the others may have to wait."""
+        setup = self._setup
+        roles = [setup.generators, setup.encoders or setup.generators, setup.scorers]
+        return any(role and self._lost.issuperset(role) for role in roles)
+
+    def _make_trouble(self, at: int) -> list[Event]:
         rng = self._rng
         safe = [w for w in (*self._setup.generators, *self._setup.scorers) if w != self._setup.trainer]
-        kind = rng.choice(["lose", "fail", "trajectory", "overdue"])
+        kind = rng.choice(["lose", "fail", "untouched", "trajectory", "conditioning", "objects", "overdue"])
         if kind == "lose" and (alive := [w for w in safe if w not in self._lost]):
             worker = rng.choice(alive)
             self._lost.add(worker)
             self.outstanding.pop(worker, None)
-            return WorkerLost(at_us=at, worker=worker, error="gone")
+            return [WorkerLost(at_us=at, worker=worker, error="gone")]
         harmless = Encode | Generate | Score | SyncWeights | Evaluate
         if kind == "fail" and (able := [w for w, c in self.outstanding.items() if isinstance(c, harmless)]):
-            return CommandFailed(at_us=at, command=self.outstanding.pop(rng.choice(sorted(able))), error="boom")
-        if kind == "trajectory" and (ready := sorted(self._ready)):
-            lost = rng.choice(ready)
-            self._ready.discard(lost)
-            return TrajectoryLost(at_us=at, micro_batch=lost)
+            return [CommandFailed(at_us=at, command=self.outstanding.pop(rng.choice(sorted(able))), error="boom")]
+        if kind == "untouched" and self.outstanding:
+            return [self._refuse(rng.choice(sorted(self.outstanding)), at)]
+        if kind == "trajectory" and self._ready:
+            return self._lose_objects(at, rng.choice(sorted(self._ready)), None)
+        if kind == "conditioning" and self._encoded:
+            return self._lose_objects(at, None, rng.choice(sorted(self._encoded)))
+        of_a_micro_batch = {w: c for w, c in self.outstanding.items() if isinstance(c, Generate | Score | Accumulate)}
+        if kind == "objects" and of_a_micro_batch:
+            worker = rng.choice(sorted(of_a_micro_batch))
+            its = of_a_micro_batch[worker].micro_batch
+            events = self._lose_objects(at, *rng.choice([(its, None), (None, its.step), (its, its.step)]))
+            return [*events, self._refuse(worker, at)]
         if kind == "overdue" and self.outstanding:
-            return WorkerOverdue(at_us=at, worker=rng.choice(sorted(self.outstanding)))
-        return None
+            return [WorkerOverdue(at_us=at, worker=rng.choice(sorted(self.outstanding)))]
+        return []
+
+    def _refuse(self, worker: WorkerId, at: int) -> Event:
+        return CommandFailed(at_us=at, command=self.outstanding.pop(worker), error="gone", untouched=True)
+
+    def _lose_objects(self, at: int, trajectory: MicroBatchId | None, prompts: int | None) -> list[Event]:
+        """Those of a trajectory and of encoded prompts that are there are lost."""
+        events: list[Event] = []
+        if trajectory in self._ready:
+            self._ready.discard(trajectory)
+            events.append(TrajectoryLost(at_us=at, micro_batch=trajectory))
+        if prompts in self._encoded:
+            self._encoded.discard(prompts)
+            events.append(ConditioningLost(at_us=at, step=prompts))
+        return events
 
     def _finish(self, command: WorkerCommand, at: int) -> Event:
-        if isinstance(command, Generate):
-            self._ready.add(command.micro_batch)
+        match command:
+            case Generate():
+                self._ready.add(command.micro_batch)
+            case Accumulate():
+                self._ready.discard(command.micro_batch)
+            case Encode():
+                self._encoded.add(command.step)
+            case OptimizerStep():
+                self._optimized += 1
+        self._encoded = {step for step in self._encoded if step >= self.version}
         outcome = StepOutcome.APPLIED if isinstance(command, OptimizerStep) else None
         return Finished(at_us=at, command=command, outcome=outcome)
 
@@ -165,8 +230,6 @@ class Chaos:
             assert command.worker not in self.outstanding, "a worker has one command at a time"
             assert command.worker not in self._lost, "a lost worker gets no work"
             self.outstanding[command.worker] = command
-            if isinstance(command, Accumulate):
-                self._ready.discard(command.micro_batch)
 
 
 @dataclass
@@ -174,18 +237,32 @@ class Audit:
     """What must hold, told by events and commands alone."""
 
     setup: SchedulerSettings
-    version: int = 0
+    version: int = field(init=False)
     updates: int = 0
     """Optimizer steps of the step in training that are over."""
-    holds: defaultdict[WorkerId, int] = field(default_factory=lambda: defaultdict(int))
+    holds: dict[WorkerId, int] = field(init=False)
     encoded: set[int] = field(default_factory=set)
+    encoding: dict[WorkerId, int] = field(default_factory=dict)
     made: dict[MicroBatchId, int] = field(default_factory=dict)
     """Version of every generated micro-batch."""
     scored: dict[MicroBatchId, None] = field(default_factory=dict)
     accumulated: list[MicroBatchId] = field(default_factory=list)
     generating: dict[WorkerId, tuple[MicroBatchId, int]] = field(default_factory=dict)
     stale: Counter[int] = field(default_factory=Counter)
+    lost: set[WorkerId] = field(default_factory=set)
+    claims: set[int] = field(init=False)
+    """What an interrupted run had claimed, and nobody has generated with those weights yet."""
+    updating: MicroBatchId | None = None
+    doomed: bool = False
+    """Whether the trajectory of what the trainer accumulates was lost meanwhile."""
+    evaluated: list[int] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
     trainer_generates: bool = False
+
+    def __post_init__(self) -> None:
+        self.version = self.setup.first_version
+        self.claims = set(self.setup.stale_claims)
+        self.holds = dict.fromkeys(self.setup.workers, self.version - bool(self.claims))
 
     def check(self, log: list[tuple[list[Event], list[Command]]]) -> None:
         for events, commands in log:
@@ -194,25 +271,43 @@ class Audit:
             for command in commands:
                 self.command(command)
         assert self.version == self.setup.steps
-        everything = [MicroBatchId(s, i) for s in range(self.setup.steps) for i in range(self.setup.micro_batches)]
+        assert (self.evaluated, self.saved) == (list(self.setup.evaluate_at), list(self.setup.save_at))
+        steps = range(self.setup.first_version, self.setup.steps)
+        everything = [MicroBatchId(s, i) for s in steps for i in range(self.setup.micro_batches)]
         assert sorted(self.accumulated) == everything, "every micro-batch is accumulated exactly once"
 
     def event(self, event: Event) -> None:
         match event:
             case Finished(command=command):
                 self.finished(command)
-            case CommandFailed(command=Generate(worker=worker)):
-                self.give_back(worker)
+            case CommandFailed(command=command):
+                self.give_back(command.worker)
+                if isinstance(command, Accumulate):
+                    its, self.updating = command.micro_batch, None
+                    if self.doomed:
+                        self.lose(its)
+                    self.doomed = False
             case WorkerLost(worker=worker):
                 self.give_back(worker)
+                self.lost.add(worker)
             case WorkerJoined(worker=worker):
                 self.holds[worker] = -1
+                self.lost.discard(worker)
             case TrajectoryLost(micro_batch=its):
-                version = self.made.pop(its)
-                self.stale[its.step] -= version < its.step
-                self.scored.pop(its, None)
+                if its == self.updating:
+                    self.doomed = True
+                elif its not in self.accumulated:
+                    self.lose(its)
+            case ConditioningLost(step=step):
+                self.encoded.discard(step)
+
+    def lose(self, its: MicroBatchId) -> None:
+        version = self.made.pop(its)
+        self.stale[its.step] -= version < its.step
+        self.scored.pop(its, None)
 
     def give_back(self, worker: WorkerId) -> None:
+        self.encoding.pop(worker, None)
         if worker in self.generating:
             its, version = self.generating.pop(worker)
             self.stale[its.step] -= version < its.step
@@ -221,8 +316,13 @@ class Audit:
         match command:
             case Encode(step=step):
                 self.encoded.add(step)
+                del self.encoding[command.worker]
             case SyncWeights(worker=worker, policy_version=version):
                 self.holds[worker] = version
+            case Evaluate(policy_version=version):
+                self.evaluated.append(version)
+            case SaveCheckpoint(policy_version=version):
+                self.saved.append(version)
             case Generate(worker=worker, micro_batch=its):
                 self.made[its] = self.generating.pop(worker)[1]
                 if self.setup.scoring == "inline":
@@ -232,6 +332,7 @@ class Audit:
                     self.scored[its] = None
             case Accumulate(micro_batch=its):
                 self.accumulated.append(its)
+                self.updating, self.doomed = None, False
             case SwitchMode(generating=generating):
                 self.trainer_generates = generating
             case OptimizerStep():
@@ -242,6 +343,11 @@ class Audit:
     def command(self, command: Command) -> None:
         assert command.reason.strip(), f"{command} does not say why"
         match command:
+            case Encode(worker=worker, step=step):
+                assert step not in self.encoded
+                assert step not in self.encoding.values()
+                assert worker in (self.setup.encoders or self.setup.generators)
+                self.encoding[worker] = step
             case Generate():
                 self.generate(command)
             case Score(micro_batch=its):
@@ -252,6 +358,10 @@ class Audit:
                 self.accumulate(command)
             case SyncWeights(worker=worker, policy_version=version):
                 assert self.holds[worker] < version == self.version, "a version never goes back"
+                if worker in self.setup.generators and self.holds[worker] == self.setup.first_version - 1:
+                    assert not self.claims, "it is needed with the weights that it holds"
+            case Evaluate(worker=worker, policy_version=version) | SaveCheckpoint(worker=worker, policy_version=version):
+                assert version == self.version == self.holds[worker]
             case OptimizerStep(step=step, update=update):
                 low, high = self.setup.update_range(update)
                 due = {MicroBatchId(step, i) for i in range(low, high)}
@@ -263,6 +373,7 @@ class Audit:
         its, version, worker = command.micro_batch, command.policy_version, command.worker
         assert its.step in self.encoded
         assert its not in self.made, "nothing is generated twice unless it was lost"
+        assert its not in self.accumulated
         assert its not in [flying for flying, _ in self.generating.values()]
         assert version == self.holds[worker], "a worker generates with the weights that it holds"
         assert version in (its.step, its.step - 1), "at most one version old"
@@ -270,6 +381,12 @@ class Audit:
             self.stale[its.step] += 1
             assert self.stale[its.step] <= int(self.setup.max_stale_fraction * self.setup.micro_batches)
             assert worker != self.setup.trainer, "TAG is never stale"
+            if its.step == self.setup.first_version:
+                assert its.index in self.claims, "only what was claimed before, and that once"
+        if its.step == self.setup.first_version and its.index in self.claims:
+            self.claims.discard(its.index)
+            holders = [w for w in self.setup.generators if self.holds[w] == its.step - 1 and w not in self.lost]
+            assert version < its.step or not holders, "as long as anybody has the weights for it"
         if worker == self.setup.trainer and not self.setup.one_pool:
             assert self.setup.tag != "never"
             assert self.trainer_generates
@@ -284,6 +401,8 @@ class Audit:
         assert low <= its.index < high
         assert its in self.scored
         assert its not in self.accumulated
+        assert its.step in self.encoded, "a gradient needs the encoded prompts"
+        self.updating = its
         assert not self.trainer_generates
         if self.setup.update_after == "step":
             assert sum(m.step == its.step for m in self.scored) == self.setup.micro_batches
@@ -302,7 +421,7 @@ def test_everything_is_trained_exactly_once_whatever_fails(setup: SchedulerSetti
 @given(schedules(), st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None, database=None)
 def test_a_strictly_on_policy_schedule_has_no_stale_trajectory(setup: SchedulerSettings, seed: int) -> None:
-    chaos = Chaos(replace(setup, max_stale_fraction=0.0), random.Random(seed), 0.1)
+    chaos = Chaos(replace(setup, max_stale_fraction=0.0, stale_claims=()), random.Random(seed), 0.1)
     chaos.run()
     commands = [c for _, commands in chaos.log for c in commands if isinstance(c, Generate)]
     assert all(c.policy_version == c.micro_batch.step for c in commands)
@@ -311,7 +430,7 @@ def test_a_strictly_on_policy_schedule_has_no_stale_trajectory(setup: SchedulerS
 @given(schedules(), st.integers(0, 2**32), st.integers(0, 60))
 @settings(max_examples=200, deadline=None, database=None)
 def test_an_illegal_event_is_refused_and_changes_nothing(setup: SchedulerSettings, seed: int, after: int) -> None:
-    setup = replace(setup, steps=max(1, setup.steps))
+    setup = replace(setup, steps=max(setup.first_version + 1, setup.steps))
     chaos = Chaos(setup, random.Random(seed), 0.1)
     chaos._handle([RunStarted(at_us=0)])
     for _ in range(after):
@@ -329,6 +448,9 @@ def test_an_illegal_event_is_refused_and_changes_nothing(setup: SchedulerSetting
         WorkerJoined(at_us=now, worker=setup.trainer),
         TrajectoryLost(at_us=now, micro_batch=MicroBatchId(99, 0)),
         TrajectoryLost(at_us=now, micro_batch=MicroBatchId(0, -1)),
+        ConditioningLost(at_us=now, step=99),
+        *(ConditioningLost(at_us=now, step=s) for s in range(-1, setup.steps + 1) if s not in chaos._encoded),
+        *(TrajectoryLost(at_us=now, micro_batch=its) for its in micro_batches_of(setup) if its not in chaos._ready),
         "nonsense",
     ]
     for command in running:
@@ -348,6 +470,49 @@ def test_an_illegal_event_is_refused_and_changes_nothing(setup: SchedulerSetting
         with pytest.raises(ProtocolError):
             chaos.scheduler.handle(good, "nonsense")  # type: ignore[arg-type]
         assert pickle.dumps(chaos.scheduler.state) == before
+
+
+def micro_batches_of(setup: SchedulerSettings) -> list[MicroBatchId]:
+    return [MicroBatchId(step, index) for step in range(setup.steps) for index in range(setup.micro_batches)]
+
+
+@given(schedules(resumed=True), st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None, database=None)
+def test_what_an_interrupted_run_had_claimed_is_generated_with_the_same_weights_when_nothing_fails(
+    setup: SchedulerSettings, seed: int
+) -> None:
+    chaos = Chaos(setup, random.Random(seed), 0.0)
+    chaos.run()
+    Audit(setup).check(chaos.log)
+    commands = [c for _, commands in chaos.log for c in commands if isinstance(c, Generate)]
+    assert stale_in(commands, setup.first_version) == list(setup.stale_claims)
+
+
+@given(schedules(), st.integers(0, 2**32), st.sampled_from([0.0, 0.1]), st.integers(0, 3))
+@settings(max_examples=200, deadline=None, database=None)
+def test_a_run_that_continues_from_any_version_has_the_same_stale_micro_batches(
+    setup: SchedulerSettings, seed: int, trouble: float, later: int
+) -> None:
+    chaos = Chaos(setup, random.Random(seed), trouble)
+    chaos._handle([RunStarted(at_us=0)])
+    version = min(setup.first_version + later, setup.steps)
+    while chaos.scheduler.state.policy_version < version:
+        chaos._now += 1
+        chaos._handle(chaos._something())
+    claims = chaos.scheduler.state.stale_claims
+    again = replace(setup, first_version=version, stale_claims=claims, evaluate_at=(), save_at=())
+    other = Chaos(again, random.Random(seed + 1), 0.0)
+    other.run()
+    commands = [c for _, commands in other.log for c in commands if isinstance(c, Generate)]
+    assert stale_in(commands, version) == list(claims)
+    if not trouble:
+        chaos.go_on()
+        commands = [c for _, commands in chaos.log for c in commands if isinstance(c, Generate)]
+        assert stale_in(commands, version) == list(claims), "as they would have been without the interruption"
+
+
+def stale_in(commands: list[Generate], step: int) -> list[int]:
+    return sorted(c.micro_batch.index for c in commands if c.micro_batch.step == step and c.policy_version < step)
 
 
 def test_a_micro_batch_that_always_fails_stops_the_run_and_names_its_prompts() -> None:

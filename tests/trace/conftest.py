@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from digenrl.driver import drive
-from digenrl.errors import RunFailed
-from digenrl.ids import WorkerId
-from digenrl.scheduling.commands import Command
-from digenrl.scheduling.events import Event
+from digenrl.errors import ProtocolError, RunFailed
+from digenrl.ids import MicroBatchId, StepOutcome, WorkerId
+from digenrl.scheduling.commands import Command, OptimizerStep, StopRun, WorkerCommand
+from digenrl.scheduling.events import CommandFailed, ConditioningLost, Event, Finished, RunStarted, TrajectoryLost
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.simulation.costs import SimulationCosts
@@ -48,6 +49,40 @@ def run(costs: SimulationCosts, disturbance: Disturbance | None = None, **settin
     return Trace(setup, tuple(memory.entries), source="simulation")
 
 
+def lossy(seed: int) -> Trace:
+    """A run whose workers refuse commands, and whose trajectories and encoded prompts get lost at any moment."""
+    rng, now = random.Random(seed), 0
+    setup = SchedulerSettings(
+        steps=3, micro_batches=4, generators=(G0, G1), trainer=WorkerId("trainer"), tag="greedy", max_stale_fraction=0.5
+    )
+    scheduler, memory = Scheduler(setup), Memory()
+    at: dict[WorkerId, WorkerCommand] = {}
+    events: list[Event] = [RunStarted(at_us=0)]
+    while True:
+        try:
+            commands = scheduler.handle(*events)
+        except ProtocolError:
+            commands = scheduler.handle(*(events := events[:1]))  # what was to be lost was not there
+        memory.record(events, commands)
+        for event in events:
+            if isinstance(event, Finished | CommandFailed):
+                del at[event.command.worker]
+        at |= {command.worker: command for command in commands if not isinstance(command, StopRun)}
+        if not at:
+            return Trace(setup, tuple(memory.entries), source="simulation")
+        now += rng.choice([1, 3_000, 20_000])
+        command = at[rng.choice(sorted(at))]
+        outcome = StepOutcome.APPLIED if isinstance(command, OptimizerStep) else None
+        failed = CommandFailed(at_us=now, command=command, untouched=True)
+        step = scheduler.state.policy_version + rng.choice([0, 0, 1])
+        lost: list[Event] = [
+            TrajectoryLost(at_us=now, micro_batch=MicroBatchId(step, rng.randrange(4))),
+            ConditioningLost(at_us=now, step=step),
+        ]
+        events = [failed if rng.random() < 0.2 else Finished(at_us=now, command=command, outcome=outcome)]
+        events += rng.sample(lost, rng.choice([0, 0, 0, 1]))
+
+
 @pytest.fixture(scope="session")
 def simulate() -> Simulate:
     """A function that simulates a run: costs, an optional disturbance, and settings that replace small defaults."""
@@ -78,6 +113,7 @@ def _traces() -> dict[str, Trace]:
         "two updates": run(TWO, tag="greedy", updates_per_rollout=2),
         "trainer lost": run(TWO, Disturbance(incidents=(Incident(at_s=1.5, worker=WorkerId("trainer")),))),
         "no steps": run(TWO, steps=0),
+        "objects lost": lossy(7),
     }
 
 

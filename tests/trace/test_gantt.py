@@ -21,7 +21,7 @@ from digenrl.trace.record import Trace
 from digenrl.trace.spans import spans
 from digenrl.trace.svg import Axis, text_width
 from digenrl.trace.terminal import text_gantt
-from digenrl.trace.timeline import Kind
+from digenrl.trace.timeline import Kind, Mark
 
 Simulate = Callable[..., Trace]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -186,6 +186,18 @@ def test_losses_are_marked_and_said_on_hover(traces: dict[str, Trace]) -> None:
     assert "g1 was lost at 2.500 s" in said
     assert "g1 joined at 5.000 s" in said
     assert {"worker lost", "worker joined", "worker away", "lost"} <= set(texts(picture))
+
+
+def test_lost_prompts_and_trajectories_are_marked_and_explained(traces: dict[str, Trace]) -> None:
+    timeline = spans(traces["objects lost"])
+    picture = svg_gantt(timeline)
+    said = [mark.findtext(f"{SVG}title", "") for mark in parsed(picture).iter(f"{SVG}g") if mark.get("class") == "mark"]
+    for mark, name in ((Mark.CONDITIONING_LOST, "encoded prompts lost"), (Mark.TRAJECTORY_LOST, "trajectory lost")):
+        happened = [instant for instant in timeline.instants if instant.mark is mark]
+        assert happened
+        assert all(f"{instant.text} at {instant.at_us / 1e6:.3f} s" in said for instant in happened)
+        assert name in texts(picture)
+    assert "encoded prompts lost" not in texts(svg_gantt(spans(traces["lost and back"])))
 
 
 def test_the_title_says_simulated_only_of_a_simulation(traces: dict[str, Trace]) -> None:

@@ -15,6 +15,7 @@ from digenrl.ids import MicroBatchId, WorkerId
 from digenrl.scheduling.commands import Encode, Generate, Score, StopRun, SwitchMode
 from digenrl.scheduling.events import (
     CommandFailed,
+    ConditioningLost,
     Event,
     Finished,
     RunStarted,
@@ -246,13 +247,38 @@ def test_a_lost_trajectory_is_marked_at_the_worker_that_had_made_it_and_is_pendi
     with pytest.raises(ConfigError, match=r"the trajectory of 0\.0 was lost, and there was none"):
         spans(Trace(by_hand().settings, (Entry((lost,), ()),)))
     trace = by_hand(RunStarted(at_us=0), ENCODED, WorkerLost(at_us=1, worker=G1), GENERATED, WorkerOverdue(at_us=6, worker=G0))
-    waiting = dataclasses.replace(trace, entries=(*trace.entries[:-1], Entry((lost,), ())))
-    with pytest.raises(ConfigError, match="none that waits"):
-        spans(waiting)  # it is being scored
     instant = Entry((scored,), ()), Entry((lost,), ())
     timeline = spans(dataclasses.replace(trace, entries=(*trace.entries, *instant)))
     assert [(i.worker, i.micro_batch) for i in timeline.instants if i.mark is Mark.TRAJECTORY_LOST] == [(G0, MicroBatchId(0, 0))]
     assert (timeline.queues[-1].pending, timeline.queues[-1].update) == (2, 0)
+
+
+def pending_after(*events: Event) -> list[int]:
+    """Of a step of two micro-batches: how many were pending after each of these events."""
+    trace = by_hand(*events)
+    return [spans(dataclasses.replace(trace, entries=trace.entries[: n + 1])).queues[-1].pending for n in range(len(events))]
+
+
+@pytest.mark.parametrize("end", [Finished(at_us=7, command=SCORE), CommandFailed(at_us=7, command=SCORE, untouched=True)])
+def test_a_trajectory_that_is_lost_while_it_is_scored_is_pending_when_the_scorer_is_done(end: Event) -> None:
+    lost = TrajectoryLost(at_us=6, micro_batch=MicroBatchId(0, 0))
+    start = (RunStarted(at_us=0), ENCODED, WorkerLost(at_us=1, worker=G1), GENERATED)
+    # Two, none of which can begin; one is generated, the other given back by the lost worker; it stays while the first is scored.
+    assert pending_after(*start, lost, end) == [2, 0, 1, 1, 1, 1]
+    twice = by_hand(*start, lost)
+    with pytest.raises(ConfigError, match=r"the trajectory of 0\.0 was lost, and there was none"):
+        spans(dataclasses.replace(twice, entries=(*twice.entries, Entry((lost,), ()))))
+
+
+def test_lost_prompts_are_marked_at_the_worker_that_had_encoded_them() -> None:
+    lost = ConditioningLost(at_us=7, step=0)
+    timeline = spans(by_hand(RunStarted(at_us=0), ENCODED, lost))
+    (instant,) = (i for i in timeline.instants if i.mark is Mark.CONDITIONING_LOST)
+    assert (instant.worker, instant.at_us, instant.text) == (G0, 7, "the encoded prompts of step 0 were lost")
+    again = by_hand(RunStarted(at_us=0), ENCODED, lost)
+    for entries in ((START, Entry((ConditioningLost(at_us=9, step=0),), ())), (*again.entries, Entry((lost,), ()))):
+        with pytest.raises(ConfigError, match="the encoded prompts of step 0 were lost, and there were none"):
+            spans(Trace(again.settings, entries))
 
 
 START = Entry((RunStarted(at_us=9),), ())

@@ -26,7 +26,16 @@ from digenrl.scheduling.commands import (
     SyncWeights,
     WorkerCommand,
 )
-from digenrl.scheduling.events import Finished, RunStarted
+from digenrl.scheduling.events import (
+    CommandFailed,
+    ConditioningLost,
+    Finished,
+    RunStarted,
+    TrajectoryLost,
+    WorkerJoined,
+    WorkerLost,
+    WorkerOverdue,
+)
 from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.trace import codec
@@ -49,7 +58,14 @@ worker_commands = st.one_of(
 commands = st.one_of(worker_commands, st.builds(StopRun, reason=names))
 outcomes = st.none() | st.sampled_from(StepOutcome)
 events = st.one_of(
-    st.builds(RunStarted, at_us=whole), st.builds(Finished, at_us=whole, command=worker_commands, outcome=outcomes)
+    st.builds(RunStarted, at_us=whole),
+    st.builds(Finished, at_us=whole, command=worker_commands, outcome=outcomes),
+    st.builds(CommandFailed, at_us=whole, command=worker_commands, error=names, untouched=st.booleans()),
+    st.builds(WorkerLost, at_us=whole, worker=workers, error=names),
+    st.builds(WorkerJoined, at_us=whole, worker=workers),
+    st.builds(WorkerOverdue, at_us=whole, worker=workers),
+    st.builds(TrajectoryLost, at_us=whole, micro_batch=micro_batches),
+    st.builds(ConditioningLost, at_us=whole, step=whole),
 )
 
 

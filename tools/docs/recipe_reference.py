@@ -150,12 +150,16 @@ def _type(prop: Mapping[str, Any]) -> str:
         inner = prop["prefixItems"][0] if "prefixItems" in prop else prop["items"]
         count = f"{len(prop['prefixItems'])} " if "prefixItems" in prop else ""
         return f"list of {count}{_type(inner)}{'s' if inner['type'] in ('integer', 'number') else ''}"
+    if prop["type"] == "object":
+        return f"mapping of names to {_type(prop['additionalProperties'])}s"
     return "null" if prop["type"] == "null" else _TYPES[prop["type"]]
 
 
 def _default(prop: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if "default" in prop and not isinstance(prop["default"], (dict, list)):
         return f"`{_yaml(prop['default'])}`" if prop["default"] != "" else "empty"
+    if prop.get("type") == "object":
+        return "none"
     nested = _resolve(prop, schema)
     return "one with its defaults" if "items" in prop and "properties" in nested else "its defaults"
 

@@ -1,0 +1,153 @@
+"""Who runs where: the ranks of a recipe's pools as bundles of one placement group, and what is missing when they do not fit.
+
+Ray itself waits without a word for resources that no node has; here every wait has a deadline and says what it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from digenrl.config.schema import Recipe, Resources
+from digenrl.errors import ConfigError
+from digenrl.ids import WorkerId
+from digenrl.runtime.build import ALL_ROLES, Role
+
+POOL, TRAINER, DRIVER = WorkerId("pool"), WorkerId("trainer"), WorkerId("driver")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One worker process."""
+
+    worker: WorkerId
+    """The worker, in the scheduler's sense, that it is a rank of."""
+    index: int
+    """Which of its ranks."""
+    roles: frozenset[Role]
+    resources: Mapping[str, float]
+    """CPU, GPU and custom resources."""
+    labels: Mapping[str, str]
+    """Labels that its node must have."""
+    where: str
+    """Key of the recipe that its resources come from."""
+
+    @property
+    def name(self) -> str:
+        """For people: ``generator-0``, or ``generator-0.1`` where a worker has several ranks."""
+        return f"{self.worker}.{self.index}" if self.index else str(self.worker)
+
+
+def ranks_of(recipe: Recipe, *, gpus: bool) -> list[Rank]:
+    """All worker processes of a recipe, generators first, the trainer last. gpus: whether the cluster has any."""
+    cluster = recipe.cluster
+    if cluster.placement == "colocated":
+        return [_rank(POOL, 0, ALL_ROLES, cluster.trainer.resources, "cluster.trainer", recipe, gpus=gpus)]
+    ranks: list[Rank] = []
+    scores: tuple[Role, ...] = ("score",) if cluster.scorers.placement == "generator" else ()
+    replica = 0
+    for number, pool in enumerate(cluster.generators):
+        for _ in range(pool.replicas):
+            for index in range(pool.ranks):
+                # One rank of a replica encodes: conditioning is the same whoever makes it, and text encoders are large.
+                roles = frozenset[Role]({"generate", *scores, *(("encode",) if index == 0 else ())})
+                worker, where = WorkerId(f"generator-{replica}"), f"cluster.generators.{number}"
+                ranks.append(_rank(worker, index, roles, pool.resources, where, recipe, gpus=gpus))
+            replica += 1
+    if cluster.scorers.placement == "pool":
+        for number in range(cluster.scorers.replicas):
+            worker = WorkerId(f"scorer-{number}")
+            ranks.append(_rank(worker, 0, frozenset({"score"}), cluster.scorers.resources, "cluster.scorers", recipe, gpus=gpus))
+    trains = frozenset[Role]({"generate", "train"})
+    ranks.append(_rank(TRAINER, 0, trains, cluster.trainer.resources, "cluster.trainer", recipe, gpus=gpus))
+    return ranks
+
+
+def _rank(
+    worker: WorkerId, index: int, roles: frozenset[Role], resources: Resources, where: str, recipe: Recipe, *, gpus: bool
+) -> Rank:
+    per_rank = resources.gpus
+    if per_rank is None:
+        per_rank = 0.0 if recipe.run.device == "cpu" or not (gpus or recipe.run.device == "cuda") else 1.0
+    wanted = {"CPU": resources.cpus, "GPU": per_rank, **resources.custom}
+    return Rank(
+        worker=worker,
+        index=index,
+        roles=roles,
+        resources={name: amount for name, amount in wanted.items() if amount},
+        labels=resources.node_labels,
+        where=f"{where}.resources",
+    )
+
+
+def reserve(ranks: Sequence[Rank], *, timeout_s: float, may_grow: bool) -> Any:
+    """A placement group with a bundle for each rank, in their order.
+
+    may_grow: whether nodes may still join, so that waiting makes sense. Raises ConfigError naming what is missing when there
+    is no room within ``timeout_s``.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    lacking = missing(ranks, ray.nodes())
+    if lacking and not may_grow:
+        raise _no_room(ranks, lacking, timeout_s=0.0)
+    selectors: dict[str, Any] = {}
+    if any(rank.labels for rank in ranks):
+        selectors["bundle_label_selector"] = [dict(rank.labels) for rank in ranks]
+    group = placement_group([dict(rank.resources) for rank in ranks], strategy="PACK", **selectors)
+    if not group.wait(timeout_s):
+        lacking = missing(ranks, ray.nodes(), ray.available_resources())
+        remove_placement_group(group)
+        raise _no_room(ranks, lacking, timeout_s=timeout_s)
+    return group
+
+
+def missing(ranks: Sequence[Rank], nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float] | None = None) -> list[str]:
+    """What a cluster lacks for all ranks, in words; empty where nothing is seen to be missing.
+
+    nodes: as ray.nodes() describes them. free: what is not in use, as ray.available_resources() says; all of it if None.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    have = dict(free) if free is not None else _total([node["Resources"] for node in alive])
+    need = _total([rank.resources for rank in ranks])
+    lacking = [
+        f"{_amount(amount)} {name} ({_amount(have.get(name, 0.0))} {'free' if free is not None else 'there'})"
+        for name, amount in sorted(need.items())
+        if amount > have.get(name, 0.0) + 1e-9
+    ]
+    for rank in ranks:
+        if not any(_fits(rank, node) for node in alive):
+            labels = f" with labels {dict(rank.labels)}" if rank.labels else ""
+            wanted = ", ".join(f"{_amount(amount)} {name}" for name, amount in rank.resources.items())
+            lacking.append(f"a node{labels} that has {wanted} for {rank.name} ({rank.where})")
+    return lacking
+
+
+def _fits(rank: Rank, node: Mapping[str, Any]) -> bool:
+    labels = node.get("Labels", {})
+    has_labels = all(labels.get(name) == value for name, value in rank.labels.items())
+    return has_labels and all(node["Resources"].get(name, 0.0) >= amount for name, amount in rank.resources.items())
+
+
+def _total(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, amount in part.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def _amount(value: float) -> str:
+    return f"{value:g}"
+
+
+def _no_room(ranks: Sequence[Rank], lacking: Sequence[str], *, timeout_s: float) -> ConfigError:
+    waited = f" within cluster.start_timeout_s={timeout_s:g}" if timeout_s else ""
+    wanted = "; ".join(lacking[:6]) or "room for all of them at once: other work holds it"
+    return ConfigError(
+        f"The cluster has no room for {len(ranks)} workers{waited}. Needed: {wanted}.",
+        why="Every rank of every pool is a process of its own, and all of them have to run at once.",
+        fix="Use fewer replicas, or let ranks share: cluster.generators.0.resources.cpus=0.5 (gpus=0.5).",
+    )

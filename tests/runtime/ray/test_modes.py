@@ -1,0 +1,47 @@
+"""The numbers of a run do not depend on where and in which order its work is done."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.ray.conftest import DISAGGREGATED, SHARED, TrainSmall
+
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(400)]
+
+MODES = {
+    "colocated": ("cluster.placement=colocated", *SHARED),
+    "naive": (*DISAGGREGATED, "schedule.micro_batching=none", "schedule.tag=never"),
+    "batch axis": (*DISAGGREGATED, "schedule.micro_batching=batch_axis", "cluster.generators.0.ranks=2", "schedule.tag=never"),
+    "GAP without TAG": (*DISAGGREGATED, "schedule.tag=never"),
+    "static TAG": (*DISAGGREGATED, "schedule.tag=static", "schedule.tag_static=2"),
+    "greedy TAG": (*DISAGGREGATED, "schedule.tag=greedy"),
+    "BTS": (*DISAGGREGATED, "schedule.tag=bts"),
+    "BTS+, two generators": (*DISAGGREGATED, "cluster.generators.0.replicas=2"),
+    "BTS+, three generators": (*DISAGGREGATED, "cluster.generators.0.replicas=3"),
+    "GAP over two ranks": (*DISAGGREGATED, "cluster.generators.0.ranks=2"),
+    "scorers of their own": (*DISAGGREGATED, "cluster.scorers={placement: pool, resources: {cpus: 0.25}}"),
+    "scoring in the driver": (*DISAGGREGATED, "cluster.scorers.placement=driver"),
+}
+
+
+@pytest.fixture(scope="module")
+def inline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of the same run in one process."""
+    from digenrl.runtime.train import train
+    from tests.runtime.ray.conftest import small_recipe
+
+    digests: dict[str, str] = train(small_recipe(tmp_path_factory.mktemp("inline") / "run"))["digests"]  # type: ignore[assignment]
+    return digests
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_weights_of_one_process(mode: str, inline: dict[str, str], train_small: TrainSmall) -> None:
+    assert train_small("run", *MODES[mode])["digests"] == inline
+
+
+def test_weights_that_are_broadcast_are_the_weights_of_the_object_store(
+    inline: dict[str, str], train_small: TrainSmall, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = (*DISAGGREGATED, "cluster.generators.0.replicas=2", "cluster.weight_transport=broadcast")
+    assert train_small("run", *changes)["digests"] == inline
+    assert "sent again" not in capsys.readouterr().out, "the broadcast failed, and the object store had to help out"
