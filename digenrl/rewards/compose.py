@@ -27,6 +27,17 @@ class Rewards:
     """``<reward>`` and ``<reward>/<part>`` -> [B]."""
 
 
+def join_rewards(parts: Sequence[Rewards]) -> Rewards:
+    """Rewards of the samples of all parts, in order. What one of them does not have is NaN for its samples."""
+    names = list(dict.fromkeys(name for part in parts for name in part.parts))
+    return Rewards(
+        totals=np.concatenate([part.totals for part in parts]),
+        parts={
+            name: np.concatenate([part.parts.get(name, np.full(len(part.totals), np.nan)) for part in parts]) for name in names
+        },
+    )
+
+
 class WeightedRewards:
     """The rewards of a recipe."""
 

@@ -10,25 +10,27 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from ray import ObjectRef
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RaySystemError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from digenrl.errors import DigenError, ProtocolError, WorkerError
 from digenrl.ids import MicroBatchId, SampleId, StepOutcome, WorkerId
-from digenrl.rewards.compose import Rewards
+from digenrl.rewards.compose import join_rewards
 from digenrl.runtime.checkpointer import Checkpointer
 from digenrl.runtime.interrupt import Interrupt
 from digenrl.runtime.journal import Journal, Pictures
 from digenrl.runtime.ray.distribution import Distribution
+from digenrl.runtime.ray.evaluation import RemoteEvaluation
 from digenrl.runtime.ray.host import Pieces
+from digenrl.runtime.ray.in_flight import Call, InFlight, Outcomes, Running, describe
 from digenrl.runtime.ray.placement import DRIVER, Rank
-from digenrl.runtime.ray.pool import Process, short, worker_exception
+from digenrl.runtime.ray.pool import Process, worker_exception
 from digenrl.runtime.system import timing_name
 from digenrl.scheduling.commands import (
     Accumulate,
@@ -46,7 +48,6 @@ from digenrl.scheduling.events import CommandFailed, ConditioningLost, Event, Fi
 from digenrl.scheduling.micro_batches import spread_over_ranks
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.training.trainer import StepReport
-from digenrl.workers.evaluator import evaluation_samples, summarise
 
 if TYPE_CHECKING:
     from digenrl.runtime.ray.system import RaySystem
@@ -74,25 +75,12 @@ class RemoteTrajectory:
     policy_version: int
     parts: tuple[RemotePart, ...]
 
-
-_Call = tuple[Process | None, ObjectRef[Any] | Future[Any]]
-"""Who was called (None: this process), and what it will answer."""
-
-
-@dataclass(slots=True)
-class _Running:
-    """A command that a worker is at."""
-
-    command: WorkerCommand
-    began_us: int
-    answers: list[Any]
-    left: int
-    finish: Callable[[list[Any]], Any]
-    uses: tuple[ObjectRef[Any], ...] = ()
-    """References that its calls need."""
+    def references(self) -> set[str]:
+        """All that it is made of, in hex."""
+        return {ref.hex() for part in self.parts for ref in (part.trajectory, part.latents)}
 
 
-class RayExecutor:
+class RayExecutor(Outcomes):
     """Carries commands out on a cluster; see driver.Executor and system.RunExecutor."""
 
     def __init__(
@@ -113,13 +101,21 @@ class RayExecutor:
         self._checkpointer = checkpointer
         self._weights = weights
         self._policy_version = settings.first_version
-        self._running: dict[WorkerId, _Running] = {}
+        self._in_flight = InFlight(system.pool, system.inbox, self, journal.warn)
         self._loads: list[SyncWeights] = []
         """Loads that wait until their version is being published."""
-        self._waiting_for_scorer: list[Callable[[], None]] = []
-        self._eval_conditioning: ObjectRef[Any] | None = None
+        self._digests: dict[int, str] = {}
+        """Of the published weights, by version; the newest."""
         self._truncated: set[str] = set()
         self._local = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer") if system.local_scorer else None
+        self._evaluation = RemoteEvaluation(
+            system.pool,
+            system.held_out,
+            system.recipe.log.num_samples,
+            journal,
+            self._run,
+            self._locally if system.local_scorer else None,
+        )
         self._clock_us = 0
         self._began = time.perf_counter_ns()
         self._workers_file = checkpointer.folder.parent / "workers.json"
@@ -155,7 +151,7 @@ class RayExecutor:
             case SyncWeights():
                 self._sync(command)
             case Evaluate():
-                self._evaluate(command)
+                self._evaluation.start(command, self._trainer())
             case SaveCheckpoint():
                 arguments = (str(self._checkpointer.folder), self._checkpointer.state(), self._checkpointer.keep_last)
                 self._run(command, [self._call(command.worker, "save", *arguments)], _nothing)
@@ -183,15 +179,7 @@ class RayExecutor:
         trainer = self._trainer()
         if not trainer.up:
             return
-        running = self._running.get(self._settings.trainer)
-        deadline = time.monotonic() + _SAVE_TIMEOUT_S
-        try:
-            while running is not None and isinstance(running.command, OptimizerStep) and time.monotonic() < deadline:
-                # Taken but not in the log, it could neither be saved nor be logged again.
-                handler, future = self._system.inbox.items.get(timeout=_TICK_S)
-                handler(future)
-                running = self._running.get(self._settings.trainer)
-        except (queue.Empty, DigenError):
+        if not self._settle():
             return
         arguments = (str(self._checkpointer.folder), self._checkpointer.state(), self._checkpointer.keep_last)
         (ref,) = self._pool.call(trainer, "save", *arguments)
@@ -205,6 +193,21 @@ class RayExecutor:
             self._journal.warn("save", "the trainer died before it could save")
         except RayTaskError as error:
             raise worker_exception(trainer.rank.name, "saving", error) from error
+
+    def _settle(self) -> bool:
+        """Wait for an optimizer step in hand, which could otherwise neither be saved nor be logged again. Whether it ended."""
+        deadline = time.monotonic() + _SAVE_TIMEOUT_S
+        while (running := self._in_flight.of(self._settings.trainer)) and isinstance(running.command, OptimizerStep):
+            if time.monotonic() > deadline:
+                return False
+            try:
+                handler, future = self._system.inbox.items.get(timeout=_TICK_S)
+                handler(future)
+            except queue.Empty:
+                continue
+            except DigenError:
+                return False
+        return True
 
     def digests(self) -> dict[str, str]:
         """See RunExecutor.digests."""
@@ -223,11 +226,6 @@ class RayExecutor:
     def forget_conditioning(self, step: int) -> None:
         """See RunExecutor."""
         self._ledger.step(step).conditioning = None
-
-    def weights_digests(self) -> dict[str, tuple[int, str]]:
-        """Version and digest of the published weights, by rank, computed where they lie."""
-        holders = [process for process in self._pool.all() if process.up and process.rank.roles & {"generate", "train"}]
-        return {process.rank.name: self._ask(process, "weights_digest") for process in holders}
 
     def _ask(self, process: Process, method: str, *arguments: Any) -> Any:
         (ref,) = self._pool.call(process, method, *arguments)
@@ -276,14 +274,14 @@ class RayExecutor:
             record = self._ledger.step(micro_batch.step)
             record.trajectories[micro_batch.index] = RemoteTrajectory(policy_version=version, parts=tuple(parts))
 
-        self._run(command, calls, finish, uses=(conditioning,))
+        self._run(command, calls, finish)
 
     def _score(self, command: Score) -> None:
         record = self._ledger.step(command.micro_batch.step)
         trajectory: RemoteTrajectory = record.trajectories[command.micro_batch.index]
         samples = tuple(sample for part in trajectory.parts for sample in part.samples)
         due = set(self._journal.picture_rows(samples))
-        calls: list[_Call] = []
+        calls: list[Call] = []
         start = 0
         processes = self._pool.processes(command.worker)
         for number, part in enumerate(trajectory.parts):
@@ -299,13 +297,13 @@ class RayExecutor:
 
         def finish(answers: list[Any]) -> None:
             pieces: list[Pieces] = answers
-            rewards = _join([each.rewards for each in pieces])
+            rewards = join_rewards([each.rewards for each in pieces])
             prompts = [record.prompts[sample.prompt] for sample in samples]
             self._ledger.add_rewards(command.micro_batch, samples, rewards)
             pictures = Pictures(rows=sorted(due), images=np.concatenate([each.pictures for each in pieces]))
             self._journal.scored(samples, prompts, rewards, pictures, trajectory.policy_version)
 
-        self._run(command, calls, finish, uses=tuple(part.latents for part in trajectory.parts))
+        self._run(command, calls, finish)
 
     def _accumulate(self, command: Accumulate) -> None:
         step, index = command.micro_batch.step, command.micro_batch.index
@@ -319,7 +317,7 @@ class RayExecutor:
             record.trajectories.pop(index)
 
         call = self._call(command.worker, "accumulate", prompts, advantages, conditioning, *refs)
-        self._run(command, [call], finish, uses=(conditioning, *refs))
+        self._run(command, [call], finish)
 
     def _stepped(self, command: OptimizerStep, report: StepReport) -> StepOutcome:
         with self._interrupt.critical():
@@ -331,10 +329,10 @@ class RayExecutor:
     def _sync(self, command: SyncWeights) -> None:
         version = command.policy_version
         if self._settings.one_pool:
-            self._run(command, [self._call(command.worker, "weights_digest")], lambda a: _check_version(version, a[0][0]))
+            self._run(command, [self._call(command.worker, "weights_digest")], lambda a: self._holds(a[0][0], a[0][1], version))
         elif command.worker == self._settings.trainer:
             manifest = self._weights.publish(version, "publish")
-            self._run(command, [(self._trainer(), manifest)], lambda a: _check_version(version, a[0].version))
+            self._run(command, [(self._trainer(), manifest)], lambda a: self._holds(a[0].version, a[0].digest, version))
             waiting, self._loads = self._loads, []
             for load in waiting:
                 self._sync(load)
@@ -346,162 +344,89 @@ class RayExecutor:
 
     def _load(self, command: SyncWeights) -> None:
         holders = [process for process in self._pool.processes(command.worker) if "generate" in process.rank.roles]
-        calls: list[_Call] = [(process, self._weights.load(process, command.policy_version)) for process in holders]
-        self._run(command, calls, _nothing)
+        calls: list[Call] = [(process, self._weights.load(process, command.policy_version)) for process in holders]
+        version = command.policy_version
 
-    def _evaluate(self, command: Evaluate) -> None:
-        """Three workers in turn, for one command of the trainer: prompts are encoded once, latents drawn, images scored."""
-        trainer = self._trainer()
-        encoders = [process for process in self._pool.all() if process.up and "encode" in process.rank.roles]
-        if self._eval_conditioning is None and not encoders:
-            self._waiting_for_scorer.append(lambda: self._evaluate(command))
-            self._running[command.worker] = _Running(command, self.now_us(), [], 1, _nothing)
-            return
-        if self._eval_conditioning is None:
-            first, self._eval_conditioning = self._pool.call(encoders[0], "encode", self._system.held_out, num_returns=2)
-            del first
-        conditioning = self._eval_conditioning
-        first, latents = self._pool.call(trainer, "evaluate", conditioning, num_returns=2)
-        prompts = self._system.held_out
-        samples = evaluation_samples(command.policy_version, len(prompts))
-        rows = range(min(self._system.recipe.log.num_samples, len(prompts)))
+        def loaded(answers: list[Any]) -> None:
+            for digest in answers:
+                self._holds(version, digest, version)
 
-        def scored(answers: list[Any]) -> None:
-            pieces: Pieces = answers[0]
-            self._journal.evaluated(command.policy_version, summarise(pieces.pictures, pieces.rewards), prompts)
+        self._run(command, calls, loaded)
 
-        def score() -> None:
-            if self._local is not None:
-                self._run(command, [self._locally(samples, prompts, rows, latents)], scored, uses=(latents,))
-                return
-            scorers = [process for process in self._pool.all() if process.up and "score" in process.rank.roles]
-            if not scorers:
-                self._waiting_for_scorer.append(score)
-                return
-            call = (scorers[0], self._pool.call(scorers[0], "score", samples, prompts, rows, latents)[0])
-            self._run(command, [call], scored, uses=(latents,))
+    def _holds(self, held: int, digest: str, version: int) -> None:
+        """Raise ProtocolError unless a worker that was to be at a version holds the very weights that all others hold."""
+        known = self._digests.setdefault(version, digest)
+        for old in sorted(self._digests)[:-2]:
+            del self._digests[old]
+        if held != version or digest != known:
+            raise ProtocolError(
+                f"A worker that was to be at version {version} holds {held} with digest {digest}, and {known} was published.",
+                why="Samples would be of one policy, and their importance ratios of another.",
+                fix="This is a bug, or a fault of the machine's memory; please report it with the run's trace.jsonl.",
+            )
 
-        def drawn(_: list[Any]) -> Any:
-            score()
-            return _GOES_ON
-
-        self._run(command, [(trainer, first)], drawn, uses=(conditioning,))
-
-    # Answers
-
-    def _call(self, worker: WorkerId, method: str, *arguments: Any) -> _Call:
+    def _call(self, worker: WorkerId, method: str, *arguments: Any) -> Call:
         process = self._pool.processes(worker)[0]
         return process, self._pool.call(process, method, *arguments)[0]
 
-    def _locally(
-        self, samples: Sequence[SampleId], prompts: Sequence[Any], rows: Sequence[int], latents: ObjectRef[Any]
-    ) -> _Call:
+    def _locally(self, samples: Sequence[SampleId], prompts: Sequence[Any], rows: Sequence[int], latents: ObjectRef[Any]) -> Call:
         """Score in this process, beside the driver's loop."""
         host, local = self._system.local_scorer, self._local
         assert host is not None and local is not None, "scorers.placement: driver has them"
         timeout = self._system.recipe.cluster.command_timeout_s
         return None, local.submit(lambda: host.score(samples, prompts, rows, ray.get(latents, timeout=timeout)))
 
-    def _run(
-        self,
-        command: WorkerCommand,
-        calls: Sequence[_Call],
-        finish: Callable[[list[Any]], Any],
-        *,
-        uses: tuple[ObjectRef[Any], ...] = (),
-    ) -> None:
-        """Have ``finish`` called with all answers, in order, and end the command; or have the command fail once."""
-        known = self._running.get(command.worker)
-        began = known.began_us if known is not None and known.command is command else self.now_us()
-        running = _Running(command, began, [None] * len(calls), len(calls), finish, uses)
-        self._running[command.worker] = running
-        for place, (process, answer) in enumerate(calls):
-            future = answer if isinstance(answer, Future) else answer.future()
-            self._system.inbox.watch(future, self._handler(running, place, process))
+    def _run(self, command: WorkerCommand, calls: Sequence[Call], finish: Callable[[list[Any]], Any]) -> None:
+        self._in_flight.run(command, calls, finish, now_us=self.now_us())
 
-    def _handler(self, running: _Running, place: int, process: Process | None) -> Callable[[Future[Any]], Sequence[Event]]:
-        incarnation = process.incarnation if process is not None else 0
+    def finished(self, running: Running, outcome: Any) -> Sequence[Event]:
+        """See Outcomes."""
+        at_us = self.now_us()
+        self._journal.timed(timing_name(running.command), (at_us - running.began_us) / 1e6)
+        return (Finished(at_us=at_us, command=running.command, outcome=outcome),)
 
-        def answered(future: Future[Any]) -> Sequence[Event]:
-            if self._running.get(running.command.worker) is not running:
-                return ()  # given up meanwhile: a late or a second answer counts for nothing
-            error = future.exception()
-            if error is not None:
-                gone = process is not None and process.incarnation != incarnation
-                return () if gone else self._failed(running, process, error)
-            running.answers[place] = future.result()
-            running.left -= 1
-            if running.left:
-                return ()
-            outcome = running.finish(running.answers)
-            if outcome is _GOES_ON:
-                return ()
-            del self._running[running.command.worker]
-            at_us = self.now_us()
-            self._journal.timed(timing_name(running.command), (at_us - running.began_us) / 1e6)
-            return (Finished(at_us=at_us, command=running.command, outcome=outcome),)
+    def failed(self, running: Running, error: str) -> Sequence[Event]:
+        """See Outcomes."""
+        return (CommandFailed(at_us=self.now_us(), command=running.command, error=error),)
 
-        return answered
-
-    def _failed(self, running: _Running, process: Process | None, error: BaseException) -> Sequence[Event]:
+    def resend(self, running: Running, process: Process, error: str) -> Sequence[Event]:
+        """See Outcomes."""
         command = running.command
-        name = process.rank.name if process is not None else str(DRIVER)
-        if isinstance(error, ObjectLostError):
-            return self._input_lost(running, error)
-        if isinstance(error, RayActorError | OutOfMemoryError | RaySystemError) and not isinstance(error, RayTaskError):
-            assert process is not None, "the driver's own scorer is no actor"
-            events = self._pool.lose(process, short(error))
-            if process.rank.worker != command.worker and self._running.get(command.worker) is running:
-                # An evaluation lost one of its helpers; the trainer itself is well.
-                return (*events, self._fail(running, f"{name}: {short(error)}"))
-            return events
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        if isinstance(cause, WorkerError) and isinstance(command, SyncWeights) and process is not None:
-            self._journal.warn(f"load-{command.policy_version}-{name}", f"{name}: {cause.what} It is sent again.")
-            if self._weights.give_up(process, command.policy_version):
-                self._load(command)
-                return ()
-            return (self._fail(running, cause.what),)
-        if isinstance(cause, DigenError):
-            raise worker_exception(name, _doing(command), error)
-        self._journal.warn(f"{name}-{self.now_us()}", f"{name} failed while {_doing(command)}:\n{error}")
-        return (self._fail(running, f"{name}: {short(error)}"),)
+        assert isinstance(command, SyncWeights), "weights are sent by syncs alone"
+        if self._weights.give_up(process, command.policy_version):
+            self._load(command)
+            return ()
+        return self.failed(running, error)
 
-    def _fail(self, running: _Running, error: str, *, untouched: bool = False) -> CommandFailed:
-        del self._running[running.command.worker]
-        return CommandFailed(at_us=self.now_us(), command=running.command, error=error, untouched=untouched)
-
-    def _input_lost(self, running: _Running, error: ObjectLostError) -> Sequence[Event]:
-        """What a call needed went with its node: nothing was done, and what is gone is made again."""
-        command, lost = running.command, error.object_ref_hex
-        failed = self._fail(running, f"its input is gone: {short(error)}", untouched=True)
-        at_us = failed.at_us
-        if self._eval_conditioning is not None and lost == self._eval_conditioning.hex():
-            self._eval_conditioning = None
-            return (failed,)
-        if isinstance(command, Generate | Accumulate | Score):
+    def input_lost(self, running: Running, lost: str, error: str) -> Sequence[Event]:
+        """See Outcomes. What is gone is made again; it is reported together with the command, so that nothing comes between."""
+        command, at_us = running.command, self.now_us()
+        failed = CommandFailed(at_us=at_us, command=command, error=f"its input is gone: {error}", untouched=True)
+        if isinstance(command, Evaluate):
+            self._evaluation.forget_conditioning()
+        elif isinstance(command, Generate | Score | Accumulate):
             micro_batch, record = command.micro_batch, self._ledger.step(command.micro_batch.step)
+            trajectory = record.trajectories.get(micro_batch.index)
             if record.conditioning is not None and lost == record.conditioning.hex():
                 record.conditioning = None
                 return (failed, ConditioningLost(at_us=at_us, step=micro_batch.step))
-            if not isinstance(command, Generate):
+            if trajectory is not None and lost in trajectory.references():
                 self._ledger.discard(micro_batch)
                 return (failed, TrajectoryLost(at_us=at_us, micro_batch=micro_batch))
-        if isinstance(command, SyncWeights | Evaluate):
-            return (failed,)
-        raise WorkerError(
-            f"{_doing(command)} needs data that is gone: {short(error)}",
-            why="It lay on a node that was lost.",
-            fix="Go on from the newest checkpoint: digenrl train --resume RUN.",
-        )
-
-    # Workers that die and come back
+            # Reported already, by another command that needed the same.
+        elif not isinstance(command, SyncWeights):
+            raise WorkerError(
+                f"{describe(command)} needs data that is gone: {error}",
+                why="It lay on a node that was lost.",
+                fix="Go on from the newest checkpoint: digenrl train --resume RUN.",
+            )
+        return (failed,)
 
     def _lost(self, rank: Rank, error: str) -> Sequence[Event]:
         """A process is gone. Its worker is, too, with the command in hand; one that was lost already stays lost."""
         if any(not each.up and each.rank is not rank for each in self._pool.processes(rank.worker)):
             return ()
-        self._running.pop(rank.worker, None)
+        self._in_flight.forget(rank.worker)
         self._pool.write_list(self._workers_file)
         self._loads = [load for load in self._loads if load.worker != rank.worker]
         self._journal.warn(
@@ -513,36 +438,9 @@ class RayExecutor:
     def _back(self, worker: WorkerId) -> Sequence[Event]:
         self._pool.write_list(self._workers_file)
         self._journal.say(f"{worker} is back")
-        waiting, self._waiting_for_scorer = self._waiting_for_scorer, []
-        for goes_on in waiting:
-            goes_on()
+        self._evaluation.worker_is_back()
         return (WorkerJoined(at_us=self.now_us(), worker=worker),)
-
-
-_GOES_ON: Any = object()
-"""What ``finish`` returns when its command is not over yet."""
 
 
 def _nothing(answers: list[Any]) -> None:
     del answers
-
-
-def _check_version(wanted: int, held: int) -> None:
-    if wanted != held:
-        raise ProtocolError(f"Version {wanted} was to be published, and the trainer is at {held}.")
-
-
-def _join(parts: Sequence[Rewards]) -> Rewards:
-    """Rewards of the samples of all ranks, in order. A part that a rank's samples do not have is NaN for them."""
-    names = list(dict.fromkeys(name for part in parts for name in part.parts))
-    return Rewards(
-        totals=np.concatenate([part.totals for part in parts]),
-        parts={
-            name: np.concatenate([part.parts.get(name, np.full(len(part.totals), np.nan)) for part in parts]) for name in names
-        },
-    )
-
-
-def _doing(command: WorkerCommand) -> str:
-    about = getattr(command, "micro_batch", getattr(command, "step", getattr(command, "policy_version", "")))
-    return f"{type(command).__name__} {about}".strip()

@@ -85,13 +85,14 @@ class WorkerHost:
         node_ip: str = "127.0.0.1",
     ) -> None:
         """keep_previous: remember two published versions. node_ip: where this process may listen for its peers."""
-        self._built: Components = build_components(recipe, roles, device)
+        self.built: Components = build_components(recipe, roles, device)
+        """What it is made of."""
         self._recipe = recipe
         self._device = device
         self._takes_turns = "train" in roles and "encode" not in roles
         """Whether it is a trainer of its own, which is told when to generate; a worker that does everything is not."""
         self._generating = False
-        policy, trainer = self._built.policy, self._built.trainer
+        policy, trainer = self.built.policy, self.built.trainer
         self._dtype = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
         self._publisher = Publisher(policy, self._dtype, keep_previous=keep_previous) if policy and trainer else None
         self._held = HeldWeights(policy, self._dtype) if policy and not trainer else None
@@ -105,7 +106,7 @@ class WorkerHost:
 
     def hello(self) -> Hello:
         """Who is here."""
-        policy, publisher = self._built.policy, self._publisher
+        policy, publisher = self.built.policy, self._publisher
         return Hello(
             pid=os.getpid(),
             device=str(self._device),
@@ -115,7 +116,7 @@ class WorkerHost:
 
     def encode(self, prompts: Sequence[Prompt]) -> tuple[set[str], dict[str, PackedTensor]]:
         """Prompts that are cut off, and the conditioning, a row per prompt."""
-        adapter = self._built.adapter
+        adapter = self.built.adapter
         encoded = encode_prompts(adapter, prompts, self._recipe.rollout.forward_batch_size)
         return set(adapter.truncated_prompts), pack_all(encoded.tensors)
 
@@ -124,7 +125,7 @@ class WorkerHost:
     ) -> tuple[float, PackedTrajectory, PackedTensor]:
         """Seconds, the trajectory, and its final latents [B, *latent] once more, for the scorer. conditioning: the step's."""
         self._check_mode(generating=True)
-        began, generator = time.perf_counter(), self._built.generator
+        began, generator = time.perf_counter(), self.built.generator
         assert generator is not None, "only workers that hold the network are asked"
         prompts = sorted({sample.prompt for sample in samples})
         row_of = {prompt: row for row, prompt in enumerate(prompts)}
@@ -137,7 +138,7 @@ class WorkerHost:
         self, samples: Sequence[SampleId], prompts: Sequence[Prompt], picture_rows: Sequence[int], latents: PackedTensor
     ) -> Pieces:
         """Decode and score B samples. prompts: one per sample; picture_rows: of which samples the pictures come back."""
-        scorer = self._built.scorer
+        scorer = self.built.scorer
         assert scorer is not None, "only workers with rewards are asked"
         scored = scorer.score(samples, prompts, unpack(latents).to(self._device))
         return Pieces(rewards=scored.rewards, pictures=scored.images[list(picture_rows)])
@@ -260,7 +261,7 @@ class WorkerHost:
 
     def evaluate(self, conditioning: Mapping[str, PackedTensor]) -> tuple[float, PackedTensor]:
         """Seconds, and final latents of the held-out prompts. conditioning: theirs, in order."""
-        began, evaluation = time.perf_counter(), self._built.evaluation
+        began, evaluation = time.perf_counter(), self.built.evaluation
         assert evaluation is not None, "evaluations are scheduled only where the recipe has an eval section"
         count = len(next(iter(conditioning.values())).array)
         latents = evaluation.generate(unpack_conditioning(conditioning, range(count), self._device))
@@ -302,19 +303,13 @@ class WorkerHost:
 
     def weights_digest(self) -> tuple[int, str]:
         """Version, and digest of the trained weights as they are published, here: equal on all workers that hold it."""
-        policy = self._built.policy
+        policy = self.built.policy
         assert policy is not None, "asked of workers with a policy"
         return policy.version, digest_of(policy, wire_dtypes(policy, self._dtype))
 
-    def gradient_digest(self) -> dict[str, str]:
-        """Digests of the accumulated gradient and of the optimizer's state, for proof that generating leaves them alone."""
-        gradient = {n: p.grad for n, p in self._trainer.policy.parameters.items() if p.grad is not None}
-        weights = self._trainer.weights()
-        return digests({"gradient": gradient, "optimizer": weights["optimizer"], "parameters": weights["parameters"]})
-
     @property
     def _trainer(self) -> Trainer:
-        trainer = self._built.trainer
+        trainer = self.built.trainer
         assert trainer is not None, "only the trainer is asked"
         return trainer
 

@@ -1,0 +1,104 @@
+"""Evaluation on a cluster: one command of the trainer, for which three kinds of workers work in turn.
+
+The held-out prompts are encoded once where the text encoders are, the trainer draws the latents with its averaged weights, and
+whoever scores turns them into images and rewards. Invariant: a helper that is lost fails the evaluation, which is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ray import ObjectRef
+
+from digenrl.data.prompts import Prompt
+from digenrl.ids import SampleId
+from digenrl.runtime.journal import Journal
+from digenrl.runtime.ray.host import Pieces
+from digenrl.runtime.ray.in_flight import GOES_ON, Call
+from digenrl.runtime.ray.pool import Process, WorkerPool
+from digenrl.scheduling.commands import Evaluate
+from digenrl.workers.evaluator import evaluation_samples, summarise
+
+
+class Runs(Protocol):
+    """How a command goes on with other calls; InFlight.run with the present time."""
+
+    def __call__(self, command: Evaluate, calls: Sequence[Call], finish: Callable[[list[Any]], Any]) -> None:
+        """See InFlight.run."""
+        ...
+
+
+class RemoteEvaluation:
+    """Evaluates versions of one run."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        prompts: Sequence[Prompt],
+        num_pictures: int,
+        journal: Journal,
+        run: Runs,
+        score_here: Callable[[Sequence[SampleId], Sequence[Prompt], Sequence[int], ObjectRef[Any]], Call] | None,
+    ) -> None:
+        """num_pictures: how many come back to be saved. score_here: scoring in this process, where the recipe asks for it."""
+        self._pool = pool
+        self._prompts = tuple(prompts)
+        self._rows = range(min(num_pictures, len(self._prompts)))
+        self._journal = journal
+        self._run = run
+        self._score_here = score_here
+        self._conditioning: ObjectRef[Any] | None = None
+        self._waiting: list[Callable[[], None]] = []
+
+    def start(self, command: Evaluate, trainer: Process) -> None:
+        """Begin to evaluate the version that the trainer is at."""
+        if self._conditioning is None:
+            encoder = self._helper("encode", lambda: self.start(command, trainer), command)
+            if encoder is None:
+                return
+            _, self._conditioning = self._pool.call(encoder, "encode", self._prompts, num_returns=2)
+        first, latents = self._pool.call(trainer, "evaluate", self._conditioning, num_returns=2)
+
+        def drawn(_: list[Any]) -> Any:
+            self._score(command, latents)
+            return GOES_ON
+
+        self._run(command, [(trainer, first)], drawn)
+
+    def forget_conditioning(self) -> None:
+        """The encoded prompts are gone, or never came to be; the next evaluation encodes them anew."""
+        self._conditioning = None
+
+    def worker_is_back(self) -> None:
+        """Somebody whom an evaluation may have waited for is up again."""
+        waiting, self._waiting = self._waiting, []
+        for goes_on in waiting:
+            goes_on()
+
+    def _score(self, command: Evaluate, latents: ObjectRef[Any]) -> None:
+        samples = evaluation_samples(command.policy_version, len(self._prompts))
+
+        def scored(answers: list[Any]) -> None:
+            pieces: Pieces = answers[0]
+            self._journal.evaluated(command.policy_version, summarise(pieces.pictures, pieces.rewards), self._prompts)
+
+        if self._score_here is not None:
+            self._run(command, [self._score_here(samples, self._prompts, self._rows, latents)], scored)
+            return
+        scorer = self._helper("score", lambda: self._score(command, latents), command)
+        if scorer is not None:
+            call = self._pool.call(scorer, "score", samples, self._prompts, self._rows, latents)[0]
+            self._run(command, [(scorer, call)], scored)
+
+    def _helper(self, role: str, goes_on: Callable[[], None], command: Evaluate) -> Process | None:
+        """A process that is up and has a role; None when the evaluation has to wait for one."""
+        found = next((process for process in self._pool.all() if process.up and role in process.rank.roles), None)
+        if found is None:
+            self._waiting.append(goes_on)
+            self._run(command, [], _nothing)
+        return found
+
+
+def _nothing(_: list[Any]) -> None:
+    return None
