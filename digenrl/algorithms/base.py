@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from digenrl.diffusion.dynamics import Dynamics
-from digenrl.diffusion.sampler import StepPlan
 from digenrl.ids import SampleId
+
+if TYPE_CHECKING:  # advantages go to workers that know no torch, too
+    from torch import Tensor
+
+    from digenrl.diffusion.dynamics import Dynamics
+    from digenrl.diffusion.sampler import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from digenrl.cli.workers import worker_lines, workers_of
 from digenrl.config.arithmetic import padding_advice, step_arithmetic
 from digenrl.config.builtin import resolve
 from digenrl.config.checks import check_recipe
@@ -16,6 +18,7 @@ from digenrl.config.schema import Recipe
 from digenrl.data.prompts import load_prompts
 from digenrl.data.sampler import PromptSampler
 from digenrl.scheduling.micro_batches import cut_into_micro_batches, idle_share, spread_over_ranks
+from digenrl.scheduling.settings import stale_quota
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +39,17 @@ def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
     sums, advice = step_arithmetic(recipe), padding_advice(recipe)
     if as_json:
         plain = dataclasses.asdict(sums) | {"prompts_in_file": found.prompts, "warnings": found.warnings, "advice": advice}
+        if recipe.cluster.placement != "inline":
+            plain["workers"] = [dataclasses.asdict(worker) for worker in workers_of(recipe)]
         print(json.dumps(plain, indent=2))
         return
     where = str(found.folder.path) if found.folder is not None else f"{recipe.model.path}, loaded when the run starts"
     what = "full fine-tuning" if recipe.model.lora is None else f"LoRA of rank {recipe.model.lora.rank}"
     print(f"model: {recipe.model.type} ({where}), {what}, {recipe.model.dtype}")
     print(f"data: {found.prompts} prompts, {recipe.train.steps} steps")
-    for line in (*sums.lines(), *_spread_lines(recipe)):
+    if (emulate := recipe.cluster.emulate) is not None:
+        print(f"EMULATION of {emulate.preset}: no picture is made, nothing is learned")
+    for line in (*sums.lines(), *_spread_lines(recipe), *worker_lines(recipe)):
         print(line)
     for warning in found.warnings:
         print(f"warning: {warning}")
@@ -54,6 +61,10 @@ def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
 def inspect(recipe: Recipe) -> Inspection:
     """Everything that a recipe names, looked at without loading weights. Raises ConfigError for what cannot work."""
     folder = check_recipe(recipe)
+    if recipe.cluster.emulate is not None:
+        from digenrl.cli.emulation import emulation_of
+
+        emulation_of(recipe)  # its preset and workers are there
     loaded = load_prompts(resolve(recipe.data.prompts, where="data.prompts"))
     sampler = PromptSampler(
         loaded.prompts,
@@ -75,7 +86,45 @@ def inspect(recipe: Recipe) -> Inspection:
             f"in bfloat16, forward passes of {rows} samples in rollout and {pairs} pairs in training differ by more than a clip "
             "of the importance ratio: give rollout.forward_batch_size and train.timestep_batch_size one value"
         )
+    warnings += _schedule_warnings(recipe)
     return Inspection(folder=folder, prompts=len(loaded.prompts), warnings=tuple(warnings))
+
+
+def _schedule_warnings(recipe: Recipe) -> Iterator[str]:
+    """What is said of the schedule and comes to nothing."""
+    asked, micro_batches = recipe.schedule.max_stale_fraction, _micro_batches(recipe)
+    if asked and not stale_quota(asked, micro_batches):
+        finer = _finer_cut(recipe)
+        yield (
+            f"schedule.max_stale_fraction ({asked:g}) of a step's {micro_batches} micro-batches is less than one, so none is "
+            f"generated ahead: the smallest fraction that does something is {_smallest_fraction(micro_batches):g}"
+            f"{f', or cut finer: {finer}' if finer else ''}"
+        )
+
+
+def _micro_batches(recipe: Recipe) -> int:
+    return -(-recipe.rollout.prompts_per_step // recipe.groups_in_micro_batch)
+
+
+def _smallest_fraction(micro_batches: int) -> float:
+    """1 / B in as few digits as are needed, rounded up: rounded down, it would be less than one micro-batch."""
+    scale: int = 10 ** max(2, len(str(micro_batches)))
+    return math.ceil(scale / micro_batches) / scale
+
+
+def _finer_cut(recipe: Recipe) -> str | None:
+    """The largest micro-batches of which the fraction that is asked for is at least one; None where even the smallest are few."""
+    schedule, prompts = recipe.schedule, recipe.rollout.prompts_per_step
+    needed = int(1 / schedule.max_stale_fraction)
+    while not stale_quota(schedule.max_stale_fraction, needed):
+        needed += 1
+    ranks = recipe.generating_pools[0].ranks if schedule.micro_batching == "batch_axis" else 1
+    # There are more than needed - 1 micro-batches where fewer than prompts / (needed - 1) prompts are in one.
+    groups = min(schedule.groups_per_micro_batch, (prompts - 1) // (needed - 1) // ranks)
+    if not groups:
+        return None
+    axis = "schedule.micro_batching=generation_axis " if schedule.micro_batching == "none" else ""
+    return f"{axis}schedule.groups_per_micro_batch={groups} for {-(-prompts // (groups * ranks))} micro-batches"
 
 
 def _spread_lines(recipe: Recipe) -> list[str]:
@@ -85,13 +134,17 @@ def _spread_lines(recipe: Recipe) -> list[str]:
     axis, samples = recipe.schedule.micro_batching, recipe.rollout.num_generations
     cut = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch)
     lines = []
-    for pool in recipe.cluster.generators:
+    for pool in recipe.generating_pools:
         for name, micro_batch in {len(m.prompts): (n, m) for n, m in (("last", cut[-1]), ("full", cut[0]))}.values():
             shares = [len(share) for share in spread_over_ranks(micro_batch, samples, pool.ranks, axis)]
             idle = idle_share(micro_batch, samples, pool.ranks, axis)
             each = f"{max(shares)}" if min(shares) == max(shares) else f"{min(shares)} to {max(shares)}"
             lines.append(
-                f"{pool.replicas} replicas of {pool.ranks} ranks: {sum(shares)} samples of a {name} micro-batch, "
-                f"{each} a rank, ranks idle {idle:.0%}".replace("%", " %")
+                f"{_count(pool.replicas, 'replica')} of {_count(pool.ranks, 'rank')}: {sum(shares)} samples of a {name} "
+                f"micro-batch, {each} a rank, ranks idle {idle:.0%}".replace("%", " %")
             )
     return lines
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

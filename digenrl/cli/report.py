@@ -22,7 +22,6 @@ from digenrl.simulation.measured import costs_of_trace
 from digenrl.simulation.run import simulate
 from digenrl.trace.record import Trace, read_trace
 from digenrl.trace.spans import spans
-from digenrl.trace.timeline import Kind, Spans
 from digenrl.trace.utilization import Load, Utilization, utilization
 
 MOST_BYTES = 100_000_000
@@ -37,7 +36,6 @@ class _Run:
 
     trace: Trace
     """Until the last version."""
-    timeline: Spans
     use: Utilization
     after_s: float
     """From the last version to the end."""
@@ -57,6 +55,8 @@ def report_lines(run_folder: Path) -> Iterator[str]:
         if isinstance(run, str):
             yield f"report: {run}"
             return
+        if run.trace.source == "emulation":
+            yield "emulated: workers slept for a preset's durations; no picture was made, nothing was learned"
         yield from _phases(run, _samples_per_second(run_folder, run))
         if len(run.trace.settings.workers) > 1:
             yield _prediction(run)
@@ -83,7 +83,6 @@ def _read(run_folder: Path) -> _Run | str:
     after = {str(span.kind): None for span in complete.spans if span.start_us >= timeline.end_us and span.duration_us}
     return _Run(
         trace=trace,
-        timeline=timeline,
         use=utilization(timeline),
         after_s=(complete.end_us - timeline.end_us) / 1e6,
         after=tuple(after),
@@ -135,12 +134,9 @@ def _shares(pool: Load, steps: int) -> str:
 
 def _ages(run: _Run) -> str:
     """What of the micro-batches was one version old, and what the trainer generated."""
-    settings = run.trace.settings
-    updates = [span for span in run.timeline.spans if span.kind is Kind.UPDATE and span.ended == "finished"]
-    tags = sum(span.tag and span.ended == "finished" for span in run.timeline.spans)
-    stale = sum(span.stale for span in updates)
-    found = f"{100 * stale / max(1, len(updates)):.1f} % of the micro-batches stale"
-    return found if settings.tag == "never" else f"{found}, {_count(tags, 'TAG')}"
+    found = f"{100 * run.use.stale_fraction:.1f} % of the micro-batches stale"
+    tags = sum(step.tags for step in run.use.steps)
+    return found if run.trace.settings.tag == "never" else f"{found}, {_count(tags, 'TAG')}"
 
 
 def _prediction(run: _Run) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from digenrl.cli.check import inspect
+from digenrl.cli.emulation import emulation_of
 from digenrl.cli.environment import calm_threads
 from digenrl.cli.report import report_lines
 from digenrl.config.loader import load_recipe
@@ -39,16 +40,17 @@ def run(
     inspect(recipe)  # a mistake shows in a second, before torch is imported and a run folder made
     calm_threads()
     os.environ.setdefault("OMP_NUM_THREADS", str(recipe.run.threads_per_worker))
+    emulation = emulation_of(recipe)
     from digenrl.runtime import train
     from digenrl.runtime.interrupt import StopRequested
 
     try:
         if record is not None:
-            summary = train.replay(recipe, record, address=address)
+            summary = train.replay(recipe, record, address=address, emulation=emulation)
         elif folder is None:
-            summary = train.train(recipe, address=address)
+            summary = train.train(recipe, address=address, emulation=emulation)
         else:
-            summary = train.resume(recipe, folder, address=address)
+            summary = train.resume(recipe, folder, address=address, emulation=emulation)
     except StopRequested as stop:
         print("stopped by a signal; go on with `digenrl train --resume` and the run folder named above", file=sys.stderr)
         sys.exit(stop.exit_code)
@@ -66,13 +68,13 @@ def _what_to_replay(path: str | None, overrides: Sequence[str], replay: str) -> 
         file = file / "trace.jsonl"
     record = read_trace(file)
     if path is not None and path.endswith((".yaml", ".yml")):
-        return load_recipe(path, overrides), record
+        return load_recipe(path, overrides).for_replay(), record
     beside = file.parent / "recipe.yaml"
     if not beside.is_file():
         raise ConfigError(f"{str(file)!r} has no recipe.yaml beside it.", fix="Name the recipe of the recorded run first.")
     # Not into the recorded run's own folder.
     changes = ["run.output_dir=null", *([path] if path is not None else []), *overrides]
-    return load_recipe(beside, changes), record
+    return load_recipe(beside, changes).for_replay(), record
 
 
 def _what_to_train(path: str | None, overrides: Sequence[str], resume: str | None) -> tuple[Recipe, Path | None]:

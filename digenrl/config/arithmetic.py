@@ -47,14 +47,15 @@ def step_arithmetic(recipe: Recipe) -> StepArithmetic:
     groups = rollout.prompts_per_step
     per_micro_batch = recipe.groups_in_micro_batch
     micro_batches = -(-groups // per_micro_batch)
-    full, last = (_rank_sizes(recipe, groups, recipe.cluster.generators[0].ranks) for groups in _group_counts(recipe))
+    full, last = (_rank_sizes(recipe, groups, recipe.generating_pools[0].ranks) for groups in _group_counts(recipe))
     batches = [sum(-(-size // rollout.forward_batch_size) for size in sizes) for sizes in (full, last)]
     rollout_batches = (micro_batches - 1) * batches[0] + batches[1]
     samples = groups * rollout.num_generations
     trained = trained_steps(recipe)
     pairs_per_group = rollout.num_generations * trained
     asked = recipe.train.timestep_batch_size
-    timestep_batch = max(1, pairs_per_group if asked == "all" else min(asked, pairs_per_group))
+    # What `auto` will find is not known here; at most this.
+    timestep_batch = max(1, min(asked, pairs_per_group) if isinstance(asked, int) else pairs_per_group)
     batches_per_group = -(-pairs_per_group // timestep_batch)
     rows = groups * batches_per_group * timestep_batch
     return StepArithmetic(
@@ -86,7 +87,7 @@ def padding_advice(recipe: Recipe) -> str | None:
     asked = recipe.rollout.forward_batch_size
     sizes = {
         size
-        for pool in recipe.cluster.generators
+        for pool in recipe.generating_pools
         for groups in _group_counts(recipe)
         for size in _rank_sizes(recipe, groups, pool.ranks)
         if size

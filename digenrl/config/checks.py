@@ -28,6 +28,9 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
         check(recipe)
     _check_sizes(recipe)
     _check_schedule(recipe)
+    _check_trainer(recipe)
+    _check_batch_size(recipe)
+    _check_emulation(recipe)
     _check_guidance(recipe)
     return _check_model(recipe)
 
@@ -48,12 +51,18 @@ def _check_sizes(recipe: Recipe) -> None:
 
 def _check_schedule(recipe: Recipe) -> None:
     schedule, placement = recipe.schedule, recipe.cluster.placement
-    helped = f"schedule.tag: {recipe.tag}" if recipe.tag != "never" else "schedule.max_stale_fraction"
-    if (recipe.tag != "never" or schedule.max_stale_fraction) and placement != "disaggregated":
+    if recipe.tag != "never" and placement != "disaggregated":
         raise ConfigError(
-            f"{helped} needs cluster.placement: disaggregated, and it is {placement}.",
-            why="Where the same devices generate and train in turn, there is no idle trainer to help and no pool to run ahead.",
-            fix="Set cluster.placement=disaggregated, or schedule.tag=never and schedule.max_stale_fraction=0.",
+            f"schedule.tag: {recipe.tag} needs cluster.placement: disaggregated, and it is {placement}.",
+            why="Where the same devices generate and train in turn, there is no idle trainer that could help to generate.",
+            fix="Set cluster.placement=disaggregated, or schedule.tag=never.",
+        )
+    if schedule.max_stale_fraction and placement != "disaggregated":
+        raise ConfigError(
+            f"schedule.max_stale_fraction ({schedule.max_stale_fraction:g}) needs cluster.placement: disaggregated, and it is "
+            f"{placement}.",
+            why="Where the same devices generate and train in turn, nobody can generate ahead while the trainer trains.",
+            fix="Set cluster.placement=disaggregated, or schedule.max_stale_fraction=0.",
         )
     micro_batches = -(-recipe.rollout.prompts_per_step // recipe.groups_in_micro_batch)
     if schedule.tag_static > micro_batches:
@@ -61,11 +70,64 @@ def _check_schedule(recipe: Recipe) -> None:
             f"schedule.tag_static ({schedule.tag_static}) is more than the {micro_batches} micro-batches of a step.",
             fix=f"Use at most {micro_batches}.",
         )
-    if schedule.micro_batching == "batch_axis" and len({pool.ranks for pool in recipe.cluster.generators}) > 1:
+    if schedule.micro_batching == "batch_axis" and len({pool.ranks for pool in recipe.generating_pools}) > 1:
         raise ConfigError(
             "schedule.micro_batching: batch_axis needs generator pools with equal ranks.",
             why="A micro-batch has one group for each rank, and any replica may get it.",
             fix="Give all cluster.generators the same ranks, or use generation_axis.",
+        )
+
+
+def _check_trainer(recipe: Recipe) -> None:
+    trainer = recipe.cluster.trainer
+    shard, replicate = trainer.shard or 1, trainer.replicate or 1
+    both = trainer.shard is not None and trainer.replicate is not None
+    if trainer.ranks % (shard * replicate) or (both and shard * replicate != trainer.ranks):
+        raise ConfigError(
+            f"cluster.trainer.ranks ({trainer.ranks}) is not shard ({trainer.shard}) x replicate ({trainer.replicate}).",
+            why="Each copy of the weights is spread over `shard` neighbouring ranks, and there are `replicate` copies (HSDP).",
+            fix=f"Use cluster.trainer.shard={trainer.ranks} for one copy, or sizes whose product is {trainer.ranks}.",
+        )
+
+
+def _check_emulation(recipe: Recipe) -> None:
+    cluster = recipe.cluster
+    if cluster.emulate is None:
+        return
+    if cluster.placement == "inline":
+        raise ConfigError(
+            "cluster.emulate needs worker processes, and cluster.placement is inline: one process for everything.",
+            fix="Set cluster.placement=disaggregated (or colocated), or cluster.emulate=null.",
+        )
+    if cluster.weight_transport == "broadcast":
+        raise ConfigError(
+            "cluster.weight_transport: broadcast is not emulated.",
+            why="Emulated workers hold no weights to broadcast; how long a sync takes, the preset says.",
+            fix="Set cluster.weight_transport=object_store, or cluster.emulate=null.",
+        )
+
+
+def _check_batch_size(recipe: Recipe) -> None:
+    train = recipe.train
+    measured = train.timestep_batch_size == "auto"
+    if measured and train.memory_budget_gib is None:
+        raise ConfigError(
+            "train.timestep_batch_size: auto needs train.memory_budget_gib.",
+            why="It takes as many pairs as fit into that much memory.",
+            fix="Set train.memory_budget_gib to what the trainer may use, some GiB less than there are.",
+        )
+    if measured and train.deterministic:
+        raise ConfigError(
+            "train.timestep_batch_size: auto cannot be repeated, as train.deterministic asks for.",
+            why="What fits depends on the machine, and the number of pairs in a pass changes the last bits of every gradient.",
+            fix="Run a step with train.deterministic=false, and set train.timestep_batch_size to the number that it names.",
+        )
+    if not measured and train.memory_budget_gib is not None:
+        raise ConfigError(
+            f"train.memory_budget_gib ({train.memory_budget_gib:g}) is for train.timestep_batch_size: auto, and that is "
+            f"{train.timestep_batch_size}.",
+            why="Nothing else looks at it, and the trainer would use what it needs.",
+            fix="Set train.timestep_batch_size=auto, or train.memory_budget_gib=null.",
         )
 
 

@@ -118,7 +118,11 @@ def _problems(
     error: ValidationError, prefix: KeyPath, cls: type[BaseModel], own_keys: frozenset[str] = frozenset()
 ) -> list[_Problem]:
     found: dict[KeyPath, str] = {}
-    for item in error.errors(include_url=False):
+    items = error.errors(include_url=False)
+    broken = [item["loc"] for item in items if item["type"] != "too_short"]
+    for item in items:
+        if item["type"] == "too_short" and any(loc[: len(item["loc"])] == item["loc"] for loc in broken):
+            continue  # pydantic counts the valid items of a list; what is wrong with the others is said by itself
         is_key = item["type"] in {
             "extra_forbidden",
             "missing",
@@ -134,6 +138,8 @@ def _problems(
             message = "is required and missing"
         elif item["type"] == "value_error":
             message = f"cannot stand as it is: {text}"
+        elif item["type"] == "too_short":
+            message = f"cannot be {_short(item['input'])}: at least {item['ctx']['min_length']} is needed"
         else:
             message = f"cannot be {_short(item['input'])}: {text[0].lower()}{text[1:]}"
             if path in found:

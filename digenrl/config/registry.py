@@ -110,7 +110,8 @@ def _import(path: str, *, where: str) -> Any:
         raise ConfigError(
             f"{where}: cannot import {path!r}: {error}.",
             why="The component's module, or something that it imports, is missing.",
-            fix=f"Run from the folder that holds {module_name.split('.')[0]!r}, or install the package.",
+            fix=f"Run from the folder that holds {module_name.split('.')[0]!r}, or install the package (on a cluster, on every "
+            "node).",
         ) from error
     except Exception as error:  # the module is the user's: whatever it raises is theirs to mend, in the line named here
         raise ConfigError(

@@ -135,10 +135,22 @@ class TrainSection(Section):
     adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(default=1e-4, ge=0, description="AdamW weight decay.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Clip of the gradient's norm; null never clips.")
-    timestep_batch_size: Annotated[int, Field(ge=1, le=_MOST)] | Literal["all"] = Field(
+    timestep_batch_size: Annotated[int, Field(ge=1, le=_MOST)] | Literal["all", "auto"] = Field(
         default="all",
-        description="(sample, denoising step) pairs in one forward and backward pass (TSP); at most one "
-        "prompt group, which is what `all` means.",
+        description="(sample, denoising step) pairs in one forward and backward pass (TSP). `all`: one prompt group, or a "
+        "trainer rank's share of it, which is the most; `auto`: as many of these as fit into train.memory_budget_gib, measured "
+        "before the first update.",
+    )
+    memory_budget_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory that each trainer rank may use in a pass, in GiB, for `timestep_batch_size: auto`: what torch has "
+        "allocated on a GPU; on CPUs all of the process, measured to a few MiB.",
+    )
+    accumulate: Literal["sharded", "unsharded"] = Field(
+        default="sharded",
+        description="With several trainer ranks: sum gradients and free gathered weights in every pass, or only in the last one "
+        "before an optimizer step, which is faster and holds whole weights and gradients on every rank.",
     )
     deterministic: bool = Field(
         default=False, description="Bitwise repeatable whatever the placement; implies schedule.update_order: index."
@@ -203,8 +215,12 @@ class ScheduleSection(Section):
 class Resources(Section):
     """What each rank of a pool takes of a Ray cluster, and which nodes it may run on."""
 
-    cpus: float = Field(
-        default=1.0, ge=0, le=4096, description="Logical CPU cores of one rank; a fraction lets ranks share a core (0.5)."
+    cpus: float | None = Field(
+        default=None,
+        ge=0,
+        le=4096,
+        description="Logical CPU cores of one rank; a fraction lets ranks share a core (0.5). One when not given; on the private "
+        "cluster of a machine with fewer cores, an equal share, of at least a quarter.",
     )
     gpus: float | None = Field(
         default=None,
@@ -233,10 +249,25 @@ class GeneratorPool(Section):
 class TrainerPool(Section):
     """The trainer's devices."""
 
-    ranks: int = Field(
-        default=1, ge=1, le=4096, description="Devices of the trainer; with `colocated`, all devices. `train` runs 1 so far."
+    ranks: int = Field(default=1, ge=1, le=4096, description="Devices of the trainer; with `colocated`, all devices.")
+    shard: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Neighbouring ranks that share one copy of weights, gradients and optimizer (FSDP); all ranks if not given.",
+    )
+    replicate: int | None = Field(
+        default=None, ge=1, le=4096, description="Copies of it (HSDP): ranks / shard, when not given. Shard inside a node."
+    )
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest wait of one trainer rank for another; the run ends when it is over."
     )
     resources: Resources = Field(default_factory=Resources, description="What each rank takes: cpus, gpus, custom, node_labels.")
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy of everything."""
+        return self.shard or self.ranks // (self.replicate or 1)
 
 
 class ScorersSection(Section):
@@ -250,6 +281,40 @@ class ScorersSection(Section):
     replicas: int = Field(default=1, ge=1, le=4096, description="Scorers of `placement: pool`.")
     resources: Resources = Field(
         default_factory=Resources, description="What each scorer of `placement: pool` takes: cpus, gpus, custom, node_labels."
+    )
+
+
+class EmulatedDeath(Section):
+    """A worker that dies by itself, once."""
+
+    worker: str = Field(min_length=1, description="Name of the worker: generator-0, scorer-0, trainer, or pool with `colocated`.")
+    at_command: int = Field(
+        ge=2,
+        le=_MOST,
+        description="In the middle of which of its commands, from 1; the first of a generator is to load the starting weights.",
+    )
+
+
+class EmulateSection(Section):
+    """Workers that sleep instead of computing: for looking at the schedule and the cluster alone."""
+
+    preset: str = Field(min_length=1, description="Whose durations: a preset of `digenrl simulate`.")
+    time_scale: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="Real seconds per second of the preset; such that a micro-batch is generated in half a second if not given.",
+    )
+    durations: Literal["measured", "known"] = Field(
+        default="measured",
+        description="What TAG's searches plan with: estimates made as the run goes, as a real run has to, or the preset's.",
+    )
+    jitter: float = Field(default=0.0, ge=0, le=10, description="Coefficient of variation of every duration.")
+    straggler_share: float = Field(default=0.0, ge=0, le=1, description="Share of commands that take much longer.")
+    straggler_factor: float = Field(default=5.0, ge=1, le=_MOST, description="How many times longer.")
+    deaths: tuple[EmulatedDeath, ...] = Field(default=(), description="Workers that die by themselves.")
+    weight_bytes: int = Field(
+        default=0, ge=0, le=2**40, description="Bytes that are published with every version and fetched by every generator."
     )
 
 
@@ -283,6 +348,16 @@ class ClusterSection(Section):
     heartbeat_timeout_s: float = Field(
         default=60.0, gt=0, description="Seconds without a sign of life after which a worker counts as lost."
     )
+    emulate: EmulateSection | None = Field(
+        default=None,
+        description="Have one process for every worker sleep for a preset's durations instead of computing; the preset's name "
+        "alone will do (`emulate: hunyuanvideo-32gpu`). No picture is made and nothing is learned.",
+    )
+
+    @field_validator("emulate", mode="before")
+    @classmethod
+    def _preset_alone(cls, given: Any) -> Any:
+        return {"preset": given} if isinstance(given, str) else given
 
 
 class WandbSection(Section):
@@ -342,13 +417,28 @@ class Recipe(Section):
         return self.schedule.tag or ("bts_plus" if self.cluster.placement == "disaggregated" else "never")
 
     @property
+    def generating_pools(self) -> tuple[GeneratorPool, ...]:
+        """Whose ranks share the samples of a micro-batch: ``cluster.generators``, or ``colocated`` the trainer's own devices."""
+        if self.cluster.placement != "colocated":
+            return self.cluster.generators
+        trainer = self.cluster.trainer
+        return (GeneratorPool(ranks=trainer.ranks, resources=trainer.resources),)
+
+    @property
     def groups_in_micro_batch(self) -> int:
         """Prompt groups of one full micro-batch, as ``schedule.micro_batching`` cuts a step."""
         schedule, prompts = self.schedule, self.rollout.prompts_per_step
         if schedule.micro_batching == "none":
             return prompts
-        ranks = self.cluster.generators[0].ranks if schedule.micro_batching == "batch_axis" else 1
+        ranks = self.generating_pools[0].ranks if schedule.micro_batching == "batch_axis" else 1
         return min(prompts, schedule.groups_per_micro_batch * ranks)
+
+    def for_replay(self) -> Recipe:
+        """As a record is followed: in one process, the record says who helped whom and what was stale."""
+        if self.cluster.placement != "inline":
+            return self
+        schedule = self.schedule.model_copy(update={"tag": None, "max_stale_fraction": 0.0})
+        return self.model_copy(update={"schedule": schedule})
 
     def to_plain(self) -> dict[str, Any]:
         """The recipe as it is written in YAML: a component's settings stand beside its type."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ class Trajectory:
     """[B, S], log-probability of that step under the version that took it."""
     final_latents: Tensor
     """[B, *latent], x at sigma 0, for the decoder."""
+
+    def first(self, count: int) -> Trajectory:
+        """The first ``count`` samples."""
+        rows = {
+            name: getattr(self, name)[:count]
+            for name in ("noise_levels", "denoising_steps", "latents", "next_latents", "log_probs", "final_latents")
+        }
+        return replace(self, samples=self.samples[:count], **rows)
 
     def __post_init__(self) -> None:
         count, steps = self.denoising_steps.shape

@@ -48,8 +48,12 @@ def _to_stderr(kind: str, text: str) -> None:
 class MetricsLog:
     """Appends one JSON object per step or evaluation to ``metrics.jsonl`` and hands copies to the other sinks."""
 
-    def __init__(self, path: Path, sinks: Sequence[Sink] = (), *, warn: Warn = _to_stderr) -> None:
+    def __init__(
+        self, path: Path, sinks: Sequence[Sink] = (), *, warn: Warn = _to_stderr, labels: Mapping[str, str] | None = None
+    ) -> None:
+        """labels: texts that every line carries, as what kind of run it is of."""
         self._path = path
+        self._labels = dict(labels or {})
         self._sinks = tuple(sinks)
         self._warn = warn
         self._warned: set[str] = set()
@@ -65,7 +69,7 @@ class MetricsLog:
         """
         plain = {name: _finite(value) for name, value in metrics.items()}
         try:
-            self._file.append((json.dumps({"kind": kind, "step": step, **plain}) + "\n").encode())
+            self._file.append((json.dumps({"kind": kind, "step": step, **self._labels, **plain}) + "\n").encode())
         except OSError as error:
             raise _cannot_write(self._path, error) from error
         finite = {name: value for name, value in plain.items() if value is not None}

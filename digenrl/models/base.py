@@ -72,6 +72,8 @@ class ModelAdapter(Protocol):
     """Prompts that this adapter encoded so far and no text encoder saw to their end."""
     default_lora_targets: tuple[str, ...]
     """Ends of the module names that get an adapter when the recipe names none."""
+    sharded_blocks: tuple[str, ...]
+    """Class names of the transformer's repeated layers, which FSDP gathers one at a time."""
 
     @classmethod
     def load(cls, recipe: Recipe, device: torch.device, parts: frozenset[Part] = ALL_PARTS) -> ModelAdapter:

@@ -35,6 +35,8 @@ class SD3Adapter:
         f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     )
 
+    sharded_blocks: tuple[str, ...] = ("JointTransformerBlock",)
+
     def __init__(
         self, pipeline: Any, settings: SD3Settings, *, device: torch.device, dtype: torch.dtype, cfg: bool, parts: frozenset[Part]
     ) -> None:

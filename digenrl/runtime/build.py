@@ -24,6 +24,7 @@ from digenrl.runtime.ledger import Ledger
 from digenrl.scheduling.micro_batches import cut_into_micro_batches
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.training.checkpoint import Checkpoint
+from digenrl.training.group import ALONE, TrainerGroup
 from digenrl.training.policy import Policy
 from digenrl.training.trainer import Trainer
 from digenrl.workers.evaluator import EvaluationSampler
@@ -51,8 +52,11 @@ class Components:
     trainer: Trainer | None = None
 
 
-def build_components(recipe: Recipe, roles: Set[Role], device: torch.device) -> Components:
-    """Load what the roles need, cheapest first, so that a mistake shows before anything large is loaded."""
+def build_components(recipe: Recipe, roles: Set[Role], device: torch.device, group: TrainerGroup = ALONE) -> Components:
+    """Load what the roles need, cheapest first, so that a mistake shows before anything large is loaded.
+
+    group: the ranks that a trainer shares its weights with.
+    """
     torch.set_num_threads(recipe.run.threads_per_worker)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     rewards = WeightedRewards.from_recipe(recipe.rewards) if "score" in roles else None
@@ -64,9 +68,9 @@ def build_components(recipe: Recipe, roles: Set[Role], device: torch.device) -> 
     if not roles & {"generate", "train"}:
         return Components(recipe=recipe, adapter=adapter, algorithm=algorithm, scorer=scorer)
     trains, rollout = "train" in roles, recipe.rollout
-    policy = Policy(adapter, recipe, needs_reference=trains and algorithm.needs_reference)
+    policy = Policy(adapter, recipe, needs_reference=trains and algorithm.needs_reference, group=group)
     schedule: NoiseSchedule = adapter.noise_schedule(rollout.num_inference_steps, rollout.height, rollout.width)
-    trainer = Trainer(policy, algorithm, recipe, schedule) if trains else None
+    trainer = Trainer(policy, algorithm, recipe, schedule, group) if trains else None
     return Components(
         recipe=recipe,
         adapter=adapter,

@@ -73,12 +73,12 @@ CHANGEABLE = (
     "eval.freq",
     "log",
     "run.output_dir",
-    "cluster.start_timeout_s",
-    "cluster.load_timeout_s",
-    "cluster.command_timeout_s",
-    "cluster.heartbeat_timeout_s",
+    "cluster",
 )
-"""What may differ between a run and its continuation without changing what the steps so far have computed."""
+"""What may differ between a run and its continuation without changing what the steps so far have computed.
+
+Another number of trainer ranks changes the steps to come in their last bits.
+"""
 
 
 def check_same_run(recipe: Recipe, original: Recipe) -> None:

@@ -171,7 +171,7 @@ class InlineExecutor:
                     report = trainer.optimizer_step()
                     self._timed(command, began_us)
                     # A version whose step is not in the log must not be saved: it could not be logged again.
-                    self._journal.stepped(command.step, report, self._ledger.close_step(command.step))
+                    self._journal.stepped(command.step, report.outcome, report.metrics, self._ledger.close_step(command.step))
                     trainer.stepping = False
                 return report.outcome
             case Encode():

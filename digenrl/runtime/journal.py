@@ -21,7 +21,6 @@ from digenrl.metrics.log import MetricsLog
 from digenrl.rewards.compose import Rewards
 from digenrl.runtime.ledger import StepRecord
 from digenrl.runtime.run_folder import RunFolder
-from digenrl.training.trainer import StepReport
 from digenrl.workers.evaluator import Evaluation
 
 
@@ -110,10 +109,10 @@ class Journal:
         self._folder.save_samples(f"step-{step:06d}", pictures.images, names, rows)
         self._log.images("train/samples", step, pictures.images, [_caption(row) for row in rows])
 
-    def stepped(self, step: int, report: StepReport, record: StepRecord[Any, Any]) -> None:
-        """An RL step is over: log its metrics."""
-        metrics = _reward_metrics(record) | report.metrics
-        self.skipped_steps += report.outcome is not StepOutcome.APPLIED
+    def stepped(self, step: int, outcome: StepOutcome, trained: Mapping[str, float], record: StepRecord[Any, Any]) -> None:
+        """An RL step is over: log its metrics. trained: what the trainer says of it."""
+        metrics = _reward_metrics(record) | dict(trained)
+        self.skipped_steps += outcome is not StepOutcome.APPLIED
         now = time.monotonic()
         seconds = now - self._step_began - self._step_timing.get("evaluate", 0.0)
         self._step_began = now
@@ -125,9 +124,9 @@ class Journal:
         self._step_timing = {}
         self._log.log("train", step, metrics)
         self._console.stepped(step, metrics)
-        if report.outcome is StepOutcome.VOIDED:
+        if outcome is StepOutcome.VOIDED:
             self._console.warn(f"voided-{step}", f"step {step} was voided: its gradient was not finite")
-        if report.outcome is StepOutcome.EMPTY:
+        if outcome is StepOutcome.EMPTY:
             self._console.warn(f"empty-{step}", f"step {step} changed nothing: it has no valid sample to learn from")
         self._stop_without_rewards(step, bool(np.isfinite(record.rewards).any()))
         if metrics["invalid_samples"]:

@@ -45,6 +45,10 @@ class StepRecord(Generic[C, T]):
     """Rewards and their parts, by name and micro-batch."""
     scored: set[int] = field(default_factory=set)
     """Indices of scored micro-batches."""
+    accumulated: int = 0
+    """Micro-batches whose gradient is in."""
+    update: int = 0
+    """Optimizer steps of it that are done."""
 
 
 class Ledger(Generic[C, T]):

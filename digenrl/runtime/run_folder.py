@@ -39,7 +39,8 @@ class RunFolder:
         self.trace = path / "trace.jsonl"
         self.summary = path / "summary.json"
         self.reward_plot = path / "reward.png"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = (path / "checkpoints").resolve()
+        """Absolute: on a cluster the trainer writes them, whose working directory is another one."""
         self._samples = path / "samples"
 
     @classmethod

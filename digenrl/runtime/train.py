@@ -20,6 +20,7 @@ from digenrl.metrics.plots import plot_reward
 from digenrl.metrics.wandb_sink import import_wandb
 from digenrl.runtime.build import Start
 from digenrl.runtime.checkpointer import check_same_run
+from digenrl.runtime.emulated import Emulation, without_pictures
 from digenrl.runtime.inline import InlineSystem
 from digenrl.runtime.interrupt import Interrupt
 from digenrl.runtime.journal import Journal
@@ -42,43 +43,80 @@ class _Opening:
     notes: tuple[str, ...] = ()
 
 
-def train(recipe: Recipe, *, address: str | None = None) -> dict[str, object]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Where:
+    """On what workers a run is done."""
+
+    address: str | None = None
+    emulation: Emulation | None = None
+
+    @property
+    def emulated(self) -> str | None:
+        """Whose durations emulated workers have; None of real ones."""
+        return self.emulation.preset if self.emulation is not None else None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What every result of an emulated run says."""
+        return {"emulated": self.emulated} if self.emulated else {}
+
+    @property
+    def source(self) -> str:
+        """Of the trace."""
+        return "emulation" if self.emulated else "run"
+
+
+def train(recipe: Recipe, *, address: str | None = None, emulation: Emulation | None = None) -> dict[str, object]:
     """Train as the recipe says, in a new folder, and return the summary that is also in the folder.
 
     address: of a Ray cluster to run on; a private one on this machine if None, where the recipe asks for more than one process.
+    emulation: what ``cluster.emulate`` comes to, which the command line works out; nothing is trained then.
     Raises ConfigError before the run folder is made, RunFailed later, StopRequested on a signal: the metrics, pictures and
     weights until then are kept.
     """
+    recipe, where = _where(recipe, address, emulation)
     check_recipe(recipe)
     path = RunFolder.choose_path(recipe)
-    return _run(recipe, address, lambda stack: _Opening(folder=RunFolder.create(path, recipe, stack), start=Start()))
+    return _run(recipe, where, lambda stack: _Opening(folder=RunFolder.create(path, recipe, stack), start=Start()))
 
 
-def resume(recipe: Recipe, path: Path, *, address: str | None = None) -> dict[str, object]:
+def resume(recipe: Recipe, path: Path, *, address: str | None = None, emulation: Emulation | None = None) -> dict[str, object]:
     """Go on with the run in ``path`` from its newest whole checkpoint; from the beginning where it has none.
 
     ``recipe``: the run's own, in which only what checkpointer.CHANGEABLE names may be changed. The result is the one of a run
     that was never interrupted. Raises as ``train`` does.
     """
+    recipe, where = _where(recipe, address, emulation)
     check_recipe(recipe)
     folder = RunFolder.reopen(path)
     check_same_run(recipe, load_recipe(folder.recipe))
-    return _run(recipe, address, lambda stack: _continue(recipe, folder, stack))
+    return _run(recipe, where, lambda stack: _continue(recipe, folder, stack))
 
 
-def replay(recipe: Recipe, trace: Trace, *, address: str | None = None) -> dict[str, object]:
+def replay(recipe: Recipe, trace: Trace, *, address: str | None = None, emulation: Emulation | None = None) -> dict[str, object]:
     """Train as a recorded run trained: commands end in the recorded order, with the recorded versions; a new run folder.
 
     recipe: the recorded run's own; ``cluster.placement: inline`` follows the record of any cluster in one process. Raises as
     ``train`` does, and ProtocolError when the record cannot be kept.
     """
-    if recipe.cluster.placement == "inline":
-        # Who helped whom and what was stale, the record says.
-        schedule = recipe.schedule.model_copy(update={"tag": None, "max_stale_fraction": 0.0})
-        recipe = recipe.model_copy(update={"schedule": schedule})
+    recipe, where = _where(recipe.for_replay(), address, emulation)
     check_recipe(recipe)
     path = RunFolder.choose_path(recipe)
-    return _run(recipe, address, lambda stack: _Opening(folder=RunFolder.create(path, recipe, stack), start=Start()), trace)
+    return _run(recipe, where, lambda stack: _Opening(folder=RunFolder.create(path, recipe, stack), start=Start()), trace)
+
+
+def _where(recipe: Recipe, address: str | None, emulation: Emulation | None) -> tuple[Recipe, _Where]:
+    """The recipe as it is run there. Raises ConfigError for a recipe to emulate of which nobody has worked out the durations."""
+    if emulation is not None:
+        assert recipe.cluster.emulate is not None, "an emulation is made of what its recipe says"
+        return without_pictures(recipe), _Where(address=address, emulation=emulation)
+    if recipe.cluster.emulate is not None:
+        raise ConfigError(
+            f"cluster.emulate ({recipe.cluster.emulate.preset}) asks for emulated workers, and their durations were not given.",
+            why="Presets belong to the simulator, which the runtime does not know.",
+            fix="Start the run with `digenrl train`, or give `emulation` what digenrl.cli.emulation.emulation_of(recipe) makes.",
+        )
+    return recipe, _Where(address=address)
 
 
 def _continue(recipe: Recipe, folder: RunFolder, stack: ExitStack) -> _Opening:
@@ -102,8 +140,9 @@ def _continue(recipe: Recipe, folder: RunFolder, stack: ExitStack) -> _Opening:
     return _Opening(folder=folder, start=replace(start, evaluated=evaluated), resume_step=version, notes=notes)
 
 
-def _open_system(recipe: Recipe, address: str | None, stack: ExitStack) -> System:
+def _open_system(recipe: Recipe, where: _Where, stack: ExitStack) -> System:
     """Load all workers. Those on a cluster end when ``stack`` is closed."""
+    address = where.address
     if recipe.cluster.placement == "inline":
         if address is not None:
             raise ConfigError(
@@ -114,6 +153,10 @@ def _open_system(recipe: Recipe, address: str | None, stack: ExitStack) -> Syste
     from digenrl.runtime.ray.environment import prepare
 
     prepare(private=address is None)
+    if where.emulation is not None:
+        from digenrl.runtime.ray.emulated_system import EmulatedSystem
+
+        return EmulatedSystem(recipe, where.emulation, address, stack)
     from digenrl.runtime.ray.system import RaySystem, check_runnable
 
     check_runnable(recipe)
@@ -121,7 +164,7 @@ def _open_system(recipe: Recipe, address: str | None, stack: ExitStack) -> Syste
 
 
 def _run(
-    recipe: Recipe, address: str | None, open_folder: Callable[[ExitStack], _Opening], record: Trace | None = None
+    recipe: Recipe, where: _Where, open_folder: Callable[[ExitStack], _Opening], record: Trace | None = None
 ) -> dict[str, object]:
     began = time.monotonic()
     if recipe.log.wandb is not None:
@@ -129,7 +172,9 @@ def _run(
     console = RunConsole(recipe.train.steps)
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        system = _open_system(recipe, address, stack)
+        if where.emulated:
+            console.say(f"EMULATION of {where.emulated}: no picture is made, nothing is learned")
+        system = _open_system(recipe, where, stack)
         if record is not None:
             check_replayable(recipe, record, system.settings(Start()))
         opening = open_folder(stack)
@@ -148,14 +193,14 @@ def _run(
             resume_step=opening.resume_step,
             warn=console.warn,
         )
-        log = MetricsLog(folder.metrics, sinks, warn=console.warn)
+        log = MetricsLog(folder.metrics, sinks, warn=console.warn, labels=where.labels)
         journal = Journal(recipe, folder, log, console, skipped_steps=start.skipped_steps)
         settings = system.settings(start) if record is None else record.settings
         run = system.begin(settings, start, journal, interrupt, folder.checkpoints)
         executor = run.executor if record is None else ReplayExecutor(run.executor, record)
         console.say(system.describe())
         try:
-            with TraceWriter(folder.trace_from(start.policy_version), run.scheduler.settings) as trace:
+            with TraceWriter(folder.trace_from(start.policy_version), run.scheduler.settings, source=where.source) as trace:
                 watch = Watch(run.scheduler, [trace])
                 if record is None:  # a record's times are not those of this run
                     journal.pool_metrics = lambda: watch.step_metrics(executor.now_us())
@@ -169,7 +214,7 @@ def _run(
                 plot_reward(read_metrics(folder.metrics), folder.reward_plot, title=recipe.run.name)
             finally:
                 log.close()
-        summary = _summary(run, journal, folder, time.monotonic() - began)
+        summary = _summary(run, journal, folder, time.monotonic() - began) | where.labels
         folder.write_summary(summary)
         return summary
 

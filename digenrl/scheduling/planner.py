@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from digenrl.scheduling.bounds import Pool, trainer_time
 from digenrl.scheduling.rollout import Outcome, roll_out
-from digenrl.scheduling.step_model import Position, StepCosts
+from digenrl.scheduling.step_model import IDLE, Model, Position, StepCosts
 
 MAX_LOOK_AHEADS = 24
 """Look-aheads of one search; reached only where the bound is loose."""
@@ -41,6 +41,7 @@ class Planner:
         self._micro_batches = micro_batches
         self._by_index = by_index
         self._after_step = after_step
+        self._model = Model(costs, by_index=by_index, after_step=after_step)
         self._rate = sum(1.0 / ticks for ticks in costs.generate)
 
     def plan(self, position: Position, *, stale_left: int = 0) -> Plan:
@@ -74,6 +75,10 @@ class Planner:
         return best._replace(skip_finish=skip_finish)
 
     def _look(self, position: Position, tags: int, sticky: bool) -> Outcome:
+        if position.pending > tags and IDLE in position.task:
+            # Replicas that stay idle because of an earlier plan may claim what this one does not leave to the trainer.
+            position = position.copy()
+            self._model.settle(position, tags)
         return roll_out(position, self._costs, tags, sticky=sticky, by_index=self._by_index, after_step=self._after_step)
 
     def _credit(self, outcome: Outcome) -> float:

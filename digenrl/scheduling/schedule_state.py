@@ -264,7 +264,7 @@ class ScheduleState:
         if command is not None:
             self._free(worker)
         if worker is self.trainer:
-            return StopRun(reason=f"the trainer {worker.name} was lost{_because(event.error)}")
+            return StopRun(reason=f"the trainer was lost{_because(event.error)}")
         return self._give_back(command, event.error or "its worker was lost") if command is not None else None
 
     def _release_stale_claims(self) -> None:
@@ -303,8 +303,7 @@ class ScheduleState:
         step = self.steps[command.micro_batch.step]
         step.move(command.micro_batch.index, Generate, Move.FAIL)
         step.tags -= 1
-        if step.planned:
-            step.reserved += 1  # the plan has counted it
+        step.planned, step.reserved, step.sticky = False, 0, False  # the plan has counted it
 
     def _give_back(self, command: WorkerCommand, error: str, *, untouched: bool = False) -> StopRun | None:
         """A command was not carried out: what it worked on waits again. Stops the run when it has failed too often."""

@@ -85,6 +85,24 @@ class Scheduler:
 
     def _dispatch(self, commands: list[Command]) -> None:
         look_at_all, self._state.look_at_all = self._state.look_at_all, False
+        self._dispatch_generators(commands, look_at_all=look_at_all)
+        for worker in self._scorers:
+            if worker.running is None and worker.alive:
+                command = self._score(worker)
+                if command is None:
+                    break
+                self._start(worker, command, commands)
+        if self._trainer.running is None and self._trainer.alive:
+            step = self._state.step if self._reserves else None
+            left = step.available - step.reserved if step is not None else 0
+            command = self._for_trainer(self._trainer)
+            if command is not None:
+                self._start(self._trainer, command, commands)
+            if step is not None and step.available - step.reserved > left:
+                # A new plan leaves less to the trainer than the one before it, and the generators have not been asked for that.
+                self._dispatch_generators(commands, look_at_all=True)
+
+    def _dispatch_generators(self, commands: list[Command], *, look_at_all: bool) -> None:
         for worker in self._generators:
             if worker.running is not None or not worker.alive or worker is self._trainer:
                 continue
@@ -93,16 +111,6 @@ class Scheduler:
                 self._start(worker, command, commands)
             elif not look_at_all and not self._work_for_generators():
                 break
-        for worker in self._scorers:
-            if worker.running is None and worker.alive:
-                command = self._score(worker)
-                if command is None:
-                    break
-                self._start(worker, command, commands)
-        if self._trainer.running is None and self._trainer.alive:
-            command = self._for_trainer(self._trainer)
-            if command is not None:
-                self._start(self._trainer, command, commands)
 
     def _start(self, worker: Worker, command: WorkerCommand, commands: list[Command]) -> None:
         now = self._state.now_us

@@ -131,9 +131,8 @@ class SchedulerSettings:
 
     @property
     def stale_quota(self) -> int:
-        """Micro-batches of a step that may be stale: floor(max_stale_fraction B)."""
-        # The epsilon keeps 0.29 * 100 = 28.999999999999996 and its kind from losing one to rounding.
-        return int(self.max_stale_fraction * self.micro_batches + 1e-9)
+        """Micro-batches of a step that may be stale."""
+        return stale_quota(self.max_stale_fraction, self.micro_batches)
 
     def update_range(self, update: int) -> tuple[int, int]:
         """Micro-batch indices [low, high) of one of the step's updates."""
@@ -141,3 +140,9 @@ class SchedulerSettings:
             update * self.micro_batches // self.updates_per_rollout,
             (update + 1) * self.micro_batches // self.updates_per_rollout,
         )
+
+
+def stale_quota(max_stale_fraction: float, micro_batches: int) -> int:
+    """Of a step's micro-batches B, those that may be stale: floor(max_stale_fraction B)."""
+    # The epsilon keeps 0.29 * 100 = 28.999999999999996 and its kind from losing one to rounding.
+    return int(max_stale_fraction * micro_batches + 1e-9)

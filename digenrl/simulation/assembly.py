@@ -22,8 +22,15 @@ def settings_of(
     if recorded is not None:
         scoring = "inline" if costs.score is None else recorded.scoring
         changes = {"scoring": scoring, "scorers": recorded.scorers if scoring == "pool" else (), **changes}
-        evaluate_at = tuple(version for version in recorded.evaluate_at if version <= asked.steps)
-        changes |= {"generators": generators_of(recorded, count), "evaluate_at": evaluate_at, "costs": None}
+        if asked.steps <= recorded.first_version:
+            raise ConfigError(
+                f"schedule.steps ({asked.steps}) leaves nothing to simulate: the trace begins at step {recorded.first_version}.",
+                why="It is the record of a run that went on, and steps are counted from the run's first beginning.",
+                fix=f"Use at least {recorded.first_version + 1}, or the trace of the run's first process.",
+            )
+        for name in ("evaluate_at", "save_at"):
+            changes[name] = tuple(version for version in getattr(recorded, name) if version <= asked.steps)
+        changes |= {"generators": generators_of(recorded, count), "costs": None}
         return checked(lambda: dataclasses.replace(recorded, steps=asked.steps, **changes))
     if "micro_batches" not in changes:
         raise ConfigError("schedule.micro_batches is missing.", fix="Give the number of micro-batches of one step.")

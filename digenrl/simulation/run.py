@@ -59,7 +59,7 @@ class SimulationResult:
     generators: PoolShares
     """The same as ``trainer`` where one pool does everything."""
     tags: tuple[int, ...]
-    """Micro-batches that the trainer generated, by step."""
+    """Micro-batches that the trainer generated, by step, from ``first_version`` on."""
     stale: tuple[int, ...]
     """Micro-batches that were generated with the weights of the step before, by step."""
     samples_per_second: float | None
@@ -203,8 +203,8 @@ class _Watch:
             makespan_s=now_us / TICKS,
             trainer=self._shares((settings.trainer,), window),
             generators=self._shares(settings.generators, window),
-            tags=tuple(self._tags[step] for step in range(settings.steps)),
-            stale=tuple(self._stale[step] for step in range(settings.steps)),
+            tags=tuple(self._tags[step] for step in range(settings.first_version, settings.steps)),
+            stale=tuple(self._stale[step] for step in range(settings.first_version, settings.steps)),
             samples_per_second=samples_per_step / step_time if samples_per_step is not None else None,
             events=self._events,
         )

@@ -133,7 +133,7 @@ def _from_preset(found: Preset, overrides: Sequence[str]) -> Loaded:
 
 
 def _from_recipe(name: str, data: dict[str, Any], source: Source, overrides: Sequence[str]) -> Loaded:
-    """A recipe: on one worker in turn, as it trains with ``cluster.placement: inline``, or on its pools."""
+    """A recipe on the devices of its ``cluster.placement``: one worker in turn, all devices in turn, or its pools."""
     ours: dict[str, Any] = {}
     for override in overrides:
         head, _, rest = override.partition("=")[0].partition(".")
@@ -141,21 +141,27 @@ def _from_recipe(name: str, data: dict[str, Any], source: Source, overrides: Seq
         apply_override(data if for_recipe else ours, override, source)
     recipe = recipe_from_plain(data, source)
     sections.section(sections.ScheduleInput, "schedule", ours, source)
-    usual = "tcss" if recipe.cluster.placement == "disaggregated" else "colocated+tsp"
+    placement = recipe.cluster.placement
+    usual = "tcss" if placement == "disaggregated" else "colocated+tsp"
     asked: dict[str, Any] = {"mode": usual, **(ours.get("schedule") or {})}
-    one_worker = recipe.cluster.placement == "inline" and str(asked["mode"]).startswith("colocated")
-    layout = _layout_of(recipe, one_worker=one_worker)
-    where = "one worker that does everything in turn" if one_worker else f"{layout.devices} devices"
+    one_pool = str(asked["mode"]).startswith("colocated")
+    layout = _layout_in_turn(recipe) if one_pool and placement != "disaggregated" else _layout_of(recipe)
+    where = "one worker that does" if layout.devices == 1 else f"{layout.devices} devices that do"
+    where = f"{where} everything in turn" if one_pool else f"{layout.devices} devices"
     label = f"recipe {name} on {where}, with default durations of the shipped tiny model on CPU cores (not measured in a run)"
-    data = {**ours, "schedule": _schedule_of(recipe, one_pool=one_worker) | asked}
+    data = {**ours, "schedule": _schedule_of(recipe, asked["mode"]) | asked}
     return _of_model(label, data, source, model_of_recipe(recipe), layout)
 
 
-def _layout_of(recipe: Recipe, *, one_worker: bool) -> Layout:
-    """The devices of a recipe's ``cluster``. Raises ConfigError for pools of unlike replicas, which have unlike durations."""
+def _layout_in_turn(recipe: Recipe) -> Layout:
+    """Devices that generate and then train, as `digenrl train` takes them: one process, or all ranks of the trainer."""
+    ranks = recipe.cluster.trainer.ranks if recipe.cluster.placement == "colocated" else 1
+    return Layout(replicas=1, ranks=ranks, trainer_ranks=0, groups_per_micro_batch=recipe.groups_in_micro_batch)
+
+
+def _layout_of(recipe: Recipe) -> Layout:
+    """The pools of a recipe's ``cluster``. Raises ConfigError for pools of unlike replicas, which have unlike durations."""
     groups, pools = recipe.groups_in_micro_batch, recipe.cluster.generators
-    if one_worker:
-        return Layout(replicas=1, ranks=1, trainer_ranks=0, groups_per_micro_batch=groups)
     if len({pool.ranks for pool in pools}) > 1:
         raise ConfigError(
             "cluster.generators has pools of unlike replicas, whose durations a recipe does not say.",
@@ -169,9 +175,13 @@ def _layout_of(recipe: Recipe, *, one_worker: bool) -> Layout:
     )
 
 
-def _schedule_of(recipe: Recipe, *, one_pool: bool) -> dict[str, Any]:
-    """What the recipe says about its schedule, in the words of ``schedule`` here."""
-    known = set(sections.ScheduleInput.model_fields) - ({"tag", "tag_static", "max_stale_fraction"} if one_pool else set())
+def _schedule_of(recipe: Recipe, mode: Any) -> dict[str, Any]:
+    """What the recipe says about its schedule, as far as the mode leaves it open, in the words of ``schedule`` here."""
+    known = set(sections.ScheduleInput.model_fields)
+    if mode not in ("tag", "tcss"):
+        known -= {"tag", "tag_static", "max_stale_fraction"}
+    if str(mode).startswith("colocated") and recipe.cluster.placement != "inline":
+        known -= {"update_after"}  # devices that take turns generate a whole step before they train
     plain = {key: value for key, value in recipe.schedule.model_dump().items() if key in known}
     if "tag" in known:
         plain["tag"] = recipe.tag
@@ -182,8 +192,8 @@ def _from_trace(name: str, overrides: Sequence[str]) -> Loaded:
     trace = read_trace(Path(name))
     schedule = {"steps": max(1, trace.settings.steps), "micro_batches": trace.settings.micro_batches}
     data = {"costs": sections.as_plain(costs_of_trace(trace, name)), "schedule": schedule}
-    made = "simulated run" if trace.source == "simulation" else "run"
-    label = f"trace {name} of a {made}, with robust means of the durations in it"
+    made = f"{trace.made} run".strip()
+    label = f"trace {name} of {'an' if made.startswith('e') else 'a'} {made}, with robust means of the durations in it"
     return _from_costs(label, data, Source(file=name), overrides, trace.settings)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from digenrl.ids import MicroBatchId, WorkerId
 from digenrl.scheduling.commands import Accumulate, Generate, Score
+from digenrl.trace.record import MADE
 from digenrl.trace.timeline import Mark, Span, Spans, describe
 
 Event = dict[str, Any]
@@ -47,10 +48,10 @@ def _rows(timeline: Spans) -> dict[WorkerId, tuple[int, int]]:
 
 
 def _metadata(timeline: Spans, rows: dict[WorkerId, tuple[int, int]]) -> Iterator[Event]:
-    simulated = " (simulated)" if timeline.source == "simulation" else ""
+    made = f" ({MADE[timeline.source]})" if timeline.source in MADE else ""
     for index, name in enumerate(["schedule", *(pool.name for pool in timeline.pools)]):
         pid = _SCHEDULE + index
-        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name + simulated}}
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name + made}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": index}}
     for name, (pid, tid) in (("versions", (_SCHEDULE, _VERSIONS)), *rows.items()):
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}

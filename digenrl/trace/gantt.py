@@ -13,6 +13,7 @@ from digenrl.errors import ConfigError
 from digenrl.ids import WorkerId
 from digenrl.trace.gantt_lanes import Lane, Scale, bars, definitions, gaps, labels, marks, plate
 from digenrl.trace.gantt_legend import entries, legend
+from digenrl.trace.record import MADE
 from digenrl.trace.svg import FONT, Axis, element, shorten, text, text_width
 from digenrl.trace.timeline import Gap, Instant, Span, Spans
 from digenrl.trace.utilization import Utilization, utilization
@@ -87,12 +88,14 @@ def _rows(timeline: Spans) -> tuple[list[_Row], float]:
 
 def _heading(timeline: Spans, scale: Scale, width: int) -> Iterator[str]:
     settings, use = timeline.settings, utilization(timeline)
-    simulated = ", simulated" if timeline.source == "simulation" else ""
-    steps, batches = ("s" if number != 1 else "" for number in (settings.steps, settings.micro_batches))
-    count = f"{settings.steps} step{steps} of {settings.micro_batches} micro-batch{'e' if batches else ''}{batches}"
+    made = f", {MADE[timeline.source]}" if timeline.source in MADE else ""
+    number = settings.steps - settings.first_version
+    steps, batches = ("s" if each != 1 else "" for each in (number, settings.micro_batches))
+    count = f"{number} step{steps} of {settings.micro_batches} micro-batch{'e' if batches else ''}{batches}"
     whole = scale.start_us <= timeline.start_us and scale.end_us >= timeline.end_us
     part = "" if whole else f", {scale.start_us / 1e6:g} to {scale.end_us / 1e6:g} s"
-    title = f"Schedule of {count}{simulated}{part}"
+    resumed = f", from step {settings.first_version}" if settings.first_version else ""
+    title = f"Schedule of {count}{resumed}{made}{part}"
     room = width - 2 * _MARGIN
     yield text(_MARGIN, 30, shorten(title, 18, room), size=18, fill="#111", font_weight="bold")
     yield text(_MARGIN, 50, shorten(_facts(timeline, use), 12, room), size=12, fill=_GREY)
@@ -201,10 +204,10 @@ def _versions(timeline: Spans, scale: Scale, top: float, bottom: float) -> Itera
 
 def _steps(timeline: Spans, scale: Scale, top: float) -> Iterator[str]:
     """Names and times of the steps between the versions, where they fit."""
-    begin = timeline.start_us
-    for step in range(timeline.settings.steps):
-        finished = step < len(timeline.published)
-        end = timeline.published[step].at_us if finished else timeline.end_us
+    begin, ends = timeline.start_us, [version.at_us for version in timeline.published]
+    for place, step in enumerate(range(timeline.settings.first_version, timeline.settings.steps)):
+        finished = place < len(ends)
+        end = ends[place] if finished else timeline.end_us
         seconds = f" · {(end - begin) / 1e6:.4g} s" if finished else ", unfinished"
         room = scale.x(end) - scale.x(begin) - 34
         name = next((name for name in (f"step {step}{seconds}", f"step {step}") if text_width(name, 10.5) <= room), None)

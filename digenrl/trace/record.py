@@ -18,6 +18,9 @@ from digenrl.scheduling.events import Event
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.trace import codec
 
+MADE = {"simulation": "simulated", "emulation": "emulated"}
+"""What the runs are called whose workers did nothing, by the trace's source."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -34,7 +37,12 @@ class Trace:
     settings: SchedulerSettings
     entries: tuple[Entry, ...]
     source: str = "run"
-    """What made it: ``run``, or ``simulation``, whose times are virtual."""
+    """What made it: ``run``, ``simulation``, whose times are virtual, or ``emulation``, whose workers only slept."""
+
+    @property
+    def made(self) -> str:
+        """``simulated`` or ``emulated``; empty for a run."""
+        return MADE.get(self.source, "")
 
 
 class TraceWriter:

@@ -74,7 +74,7 @@ class _Reader:
         self._settings = settings
         self._start_us: int | None = None
         self._now_us = 0
-        self._version = 0
+        self._version = settings.first_version
         self._running: dict[WorkerId, tuple[int, WorkerCommand]] = {}
         self._authors: dict[MicroBatchId, Generate] = {}
         """Who generated a trajectory, and with which version; of open steps only."""

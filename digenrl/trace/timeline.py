@@ -143,7 +143,7 @@ class Spans:
 
     settings: SchedulerSettings
     source: str
-    """``simulation`` when times are virtual."""
+    """As in Trace."""
     start_us: int
     end_us: int
     """First and last event."""
@@ -165,7 +165,7 @@ class Spans:
 
     @property
     def published(self) -> tuple[Instant, ...]:
-        """One instant per completed step."""
+        """One instant per completed step, the first one of step ``settings.first_version``."""
         return tuple(instant for instant in self.instants if instant.mark is Mark.PUBLISHED)
 
     @property

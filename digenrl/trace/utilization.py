@@ -14,6 +14,8 @@ from digenrl.ids import WorkerId
 from digenrl.scheduling.commands import Accumulate
 from digenrl.trace.timeline import Gap, Kind, Span, Spans
 
+_TIMES = {"simulation": "virtual time", "emulation": "emulated work"}
+"""What the times of a trace are of, by its source."""
 MOST_ROWS = 40
 """Workers or steps that ``lines`` shows one by one; JSON has them all."""
 
@@ -127,7 +129,7 @@ class Utilization:
 
     def summary(self) -> str:
         """The run in one line."""
-        seconds = f"{self.duration_us / 1e6:.3f} s of {'virtual time' if self.source == 'simulation' else 'time'}"
+        seconds = f"{self.duration_us / 1e6:.3f} s of {_TIMES.get(self.source, 'time')}"
         if self.step_s is None:
             return f"no completed step in {seconds}"
         count = len(self.steps)
@@ -230,13 +232,13 @@ def _steps(timeline: Spans) -> Iterator[StepUse]:
         # A bubble never crosses a version: the trainer itself makes the version.
         waited[bisect_right(ends, gap.start_us)] += gap.duration_us
     start = timeline.start_us
-    for step, end in enumerate(ends):
+    for step, end in enumerate(ends, start=timeline.settings.first_version):
         accumulated = [span for span in used.get(step, ()) if isinstance(span.command, Accumulate)]
         yield StepUse(
             step=step,
             start_us=start,
             end_us=end,
-            bubble_us=waited[step],
+            bubble_us=waited[step - timeline.settings.first_version],
             micro_batches=len(accumulated),
             stale=sum(span.stale for span in accumulated),
             tags=sum(span.tag for span in used.get(step, ())),

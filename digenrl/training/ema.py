@@ -5,21 +5,26 @@ Invariant: the trained weights are never aliased, and come back bit for bit when
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from digenrl.config.schema import EmaSection
+from digenrl.training.group import write_whole
 
 
 class Ema:
     """average <- d average + (1 - d) weights, with d = min((1 + n) / (10 + n), decay) after n earlier steps (as flow_grpo)."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: EmaSection) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], settings: EmaSection, changed: Callable[[], None] = lambda: None
+    ) -> None:
+        """changed: called whenever other weights have been put into the parameters."""
         self._parameters = parameters
         self._settings = settings
+        self._changed = changed
         self.steps = 0
         """Updates asked for so far."""
         self.in_place = False
@@ -42,7 +47,7 @@ class Ema:
         """Go on from a saved average."""
         self.steps = steps
         for name, tensor in self.average.items():
-            tensor.copy_(average[name])
+            write_whole(tensor, average[name])
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -50,20 +55,20 @@ class Ema:
         kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self.in_place = True
         try:
-            _load(self._parameters, self.average)
+            self._put(self.average)
             yield
         finally:
             try:
-                _load(self._parameters, kept)
+                self._put(kept)
             except BaseException:
                 # A signal that drops the evaluation may strike in the middle of this; it strikes once.
-                _load(self._parameters, kept)
+                self._put(kept)
                 raise
             finally:
                 self.in_place = False
 
-
-@torch.no_grad()
-def _load(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        parameter.copy_(values[name])
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(values[name])
+        self._changed()

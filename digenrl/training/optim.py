@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from digenrl.config.schema import TrainSection
 
@@ -21,6 +22,16 @@ def make_optimizer(parameters: Iterable[nn.Parameter], train: TrainSection) -> t
         weight_decay=train.weight_decay,
         fused=True,
     )
+
+
+def bytes_to_come(optimizer: torch.optim.AdamW) -> int:
+    """Bytes, on this rank, of the state that the optimizer makes in its first step; 0 once it is there."""
+    total = 0
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter not in optimizer.state or not optimizer.state[parameter]:
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            total += 2 * own.numel() * own.element_size()
+    return total
 
 
 def learning_rate(step: int, train: TrainSection) -> float:

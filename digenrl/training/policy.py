@@ -17,12 +17,14 @@ from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
 from digenrl.models.base import ModelAdapter
 from digenrl.models.lora import add_lora
+from digenrl.training.group import ALONE, TrainerGroup, forget_passes, free_gathered, shard_module, write_whole
 
 
 class Policy:
     """Trainable weights of one adapter: low-rank adapters, or all of the transformer."""
 
-    def __init__(self, adapter: ModelAdapter, recipe: Recipe, *, needs_reference: bool) -> None:
+    def __init__(self, adapter: ModelAdapter, recipe: Recipe, *, needs_reference: bool, group: TrainerGroup = ALONE) -> None:
+        """group: the ranks that the weights are spread over, where there are several."""
         self.adapter = adapter
         self.version = 0
         """Version of the weights that the network holds now."""
@@ -34,10 +36,13 @@ class Policy:
             if needs_reference:
                 self._frozen = copy.deepcopy(adapter.transformer).requires_grad_(False)
             adapter.transformer.requires_grad_(True)
+        if group.mesh is not None:
+            for network in (adapter.transformer, *((self._frozen,) if self._frozen is not None else ())):
+                shard_module(network, group, adapter.sharded_blocks)
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter for name, parameter in adapter.transformer.named_parameters() if parameter.requires_grad
         }
-        """Trained weights by name, float32."""
+        """Trained weights by name, float32; DTensors where they are spread over ranks."""
 
     @property
     def num_parameters(self) -> int:
@@ -61,6 +66,11 @@ class Policy:
             yield
         finally:
             self.adapter.transformer = network
+            forget_passes(self._frozen)
+
+    def weights_changed(self) -> None:
+        """Have the next pass see the parameters as they are now; to be called by whoever writes into them between passes."""
+        free_gathered(self.adapter.transformer)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], *, source: str) -> None:
@@ -75,4 +85,5 @@ class Policy:
                 fix="Use the recipe and the base model that the run was made with.",
             )
         for name, parameter in self.parameters.items():
-            parameter.copy_(tensors[name])
+            write_whole(parameter, tensors[name])
+        self.weights_changed()

@@ -7,8 +7,8 @@ neither the micro-batches nor on who generated what.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -39,7 +39,20 @@ def pack_pairs(rows: Tensor, trained_steps: int, batch_size: int) -> Iterator[Pa
         yield PairBatch(pair_rows[batch.rows], pair_slots[batch.rows], weights)
 
 
-def pairs_per_batch(asked: int | Literal["all"], num_generations: int, trained_steps: int) -> int:
-    """Rows of a training forward: what the recipe asks for, at most a whole group."""
+def share_of_rank(batches: Sequence[PairBatch], rank: int, ranks: int) -> list[PairBatch]:
+    """What one of several ranks computes of a group's batches: every ``ranks``-th, and as many for each of them.
+
+    Where the numbers do not come out even, a rank repeats the first batch with weight 0: all ranks must make the same number
+    of passes, or their collectives hang. By group, so that sums over ranks do not depend on the micro-batches.
+    """
+    mine = list(batches[rank::ranks])
+    wanted = -(-len(batches) // ranks)
+    for _ in range(wanted - len(mine)):
+        mine.append(replace(batches[0], weights=torch.zeros_like(batches[0].weights)))
+    return mine
+
+
+def pairs_per_batch(asked: int | Literal["all"], num_generations: int, trained_steps: int, ranks: int = 1) -> int:
+    """Rows of a training forward: what the recipe asks for, at most a whole group; ``all`` is a rank's share of a group."""
     whole = num_generations * trained_steps
-    return whole if asked == "all" else min(asked, whole)
+    return -(-whole // ranks) if asked == "all" else min(asked, whole)

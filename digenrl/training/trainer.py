@@ -7,14 +7,18 @@ or a step without a single finite pair, voids the whole step: weights, optimizer
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.base import Algorithm, GroupAdvantages, LossInputs
+from digenrl.algorithms.base import Algorithm, GroupAdvantages, LossInputs, LossOutputs
 from digenrl.config.schema import Recipe
 from digenrl.diffusion.dynamics import StepDistribution
 from digenrl.diffusion.noise_schedule import NoiseSchedule
@@ -22,19 +26,58 @@ from digenrl.diffusion.trajectory import Trajectory
 from digenrl.errors import ConfigError, ProtocolError, RunFailed
 from digenrl.ids import StepOutcome
 from digenrl.models.base import Conditioning, Guidance
+from digenrl.training.batch_size import GIB, BatchSize, Measured, largest_that_fits
 from digenrl.training.checkpoint import Checkpoint
 from digenrl.training.ema import Ema
-from digenrl.training.optim import learning_rate, make_optimizer
+from digenrl.training.group import ALONE, TrainerGroup, one_of_several, spread_like, whole, whole_on_first
+from digenrl.training.memory import memory_meter
+from digenrl.training.optim import bytes_to_come, learning_rate, make_optimizer
 from digenrl.training.policy import Policy
-from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch
+from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch, share_of_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Sums over some of a step's pairs, from which any share of them can be added up."""
+
+    total: float
+    squares: float = 0.0
+    count: int = 0
+    """Pairs; 0 for what is a total and not a mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one optimizer step did."""
+    """What one optimizer step did, as one rank saw it."""
 
     outcome: StepOutcome
-    metrics: dict[str, float]
+    common: dict[str, float]
+    """The same on all ranks."""
+    sums: dict[str, Sums]
+    """Of this rank's pairs."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Everything, by the name that the logs use."""
+        return merged_metrics([self])
+
+
+def merged_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
+    """Metrics of a step from the reports of all ranks."""
+    found: dict[str, float] = dict(reports[0].common)
+    for name in dict.fromkeys(name for report in reports for name in report.sums):
+        parts = [report.sums[name] for report in reports if name in report.sums]
+        total, count = math.fsum(part.total for part in parts), sum(part.count for part in parts)
+        if not count:
+            found[name] = total
+            continue
+        mean = total / count
+        if name.removeprefix("stale/") == "ratio":
+            variance = max(0.0, math.fsum(part.squares for part in parts) / count - mean * mean)
+            found |= {f"{name}_mean": mean, f"{name}_std": math.sqrt(variance)}
+        else:
+            found[name] = mean
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +100,13 @@ class _Pairs:
 
         All padding is cleared, because it repeats a real pair: 0 times a NaN activation would still poison the gradient.
         """
-        kept = self.real[~bad]
+        return self._only(self.real[~bad])
+
+    def without_any(self) -> _Pairs:
+        """Padding alone."""
+        return self._only(self.real[:0])
+
+    def _only(self, kept: Tensor) -> _Pairs:
         padding = torch.ones(len(self.latents), dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
         latent_padding = padding.view(-1, *(1 for _ in self.latents.shape[1:]))
         return replace(
@@ -71,9 +120,13 @@ class _Pairs:
 class Trainer:
     """Updates one policy with one algorithm."""
 
-    def __init__(self, policy: Policy, algorithm: Algorithm, recipe: Recipe, schedule: NoiseSchedule) -> None:
+    def __init__(
+        self, policy: Policy, algorithm: Algorithm, recipe: Recipe, schedule: NoiseSchedule, group: TrainerGroup = ALONE
+    ) -> None:
+        """group: the ranks that share the work; each of them has a trainer, and all are called alike."""
         self.policy = policy
-        self.ema = Ema(policy.parameters, recipe.train.ema) if recipe.train.ema else None
+        self._group = group
+        self.ema = Ema(policy.parameters, recipe.train.ema, policy.weights_changed) if recipe.train.ema else None
         self.optimizer = make_optimizer(policy.parameters.values(), recipe.train)
         self.stepping = False
         """True from the beginning of an optimizer step until it is over and logged, also when it was broken off."""
@@ -81,8 +134,13 @@ class Trainer:
         self._recipe = recipe
         self._schedule = schedule
         self._guidance = Guidance(recipe.rollout.true_cfg_scale, recipe.rollout.guidance_scale)
+        self._batch_size = 0
+        """Pairs in a pass that ``train.timestep_batch_size: auto`` has chosen; 0 before, and where the recipe says how many."""
         self._pairs = 0
         self._nonfinite_pairs = 0
+        self._unsharded = group.mesh is not None and recipe.train.accumulate == "unsharded"
+        self._unreduced: tuple[_Pairs, Conditioning] | None = None
+        """The last pass, where gradients wait on their ranks to be summed up (``train.accumulate: unsharded``)."""
         self._metrics: list[dict[str, Tensor]] = []
         self._stale_metrics: list[dict[str, Tensor]] = []
         """Of pairs that the version before generated, whose ratios are not 1 for a reason: kept apart."""
@@ -92,73 +150,130 @@ class Trainer:
         """Whether the weights are those of ``policy.version``, and so may be saved."""
         return not self.stepping and not (self.ema is not None and self.ema.in_place)
 
-    def accumulate(self, trajectory: Trajectory, conditioning: Conditioning, advantages: Sequence[GroupAdvantages]) -> None:
-        """Add the gradient of one micro-batch.
+    def accumulate(
+        self,
+        trajectory: Trajectory,
+        conditioning: Conditioning,
+        advantages: Sequence[GroupAdvantages],
+        *,
+        more_to_come: bool = False,
+    ) -> None:
+        """Add the gradient of one micro-batch. Every rank of a group is given the whole of it, and computes its share.
 
         trajectory: whole groups, contiguous, in order of prompt. conditioning: one row per group. advantages: one per group.
+        more_to_come: whether another micro-batch comes before the optimizer step, which ``train.accumulate: unsharded`` uses.
         """
         self._schedule.check_same(trajectory.sigmas)
         metrics = self._metrics if trajectory.policy_version == self.policy.version else self._stale_metrics
         group_size = _check_groups(trajectory, len(conditioning), advantages)
         trained_steps = trajectory.denoising_steps.shape[1]
-        batch_size = pairs_per_batch(self._recipe.train.timestep_batch_size, group_size, trained_steps)
-        for group, its in enumerate(advantages):
+        ranks = self._group.size
+        self.choose_batch_size(trajectory, conditioning)
+        batch_size = pairs_per_batch(self._asked_batch_size(), group_size, trained_steps, ranks)
+        values = torch.zeros(len(trajectory.samples), dtype=torch.float32)
+        mine: list[tuple[int, PairBatch]] = []
+        for number, its in enumerate(advantages):
             self._pairs += int(its.kept.sum()) * trained_steps
             # Where the objective is nothing but the advantage's, a pair of advantage 0 counts in Z and needs no pass.
             useful = its.kept if self._algorithm.needs_reference else its.kept & (its.values != 0)
-            rows = torch.from_numpy(np.flatnonzero(useful)) + group * group_size
-            values = torch.zeros(len(trajectory.samples), dtype=torch.float32)
-            values[group * group_size : (group + 1) * group_size] = torch.from_numpy(its.values).float()
-            text = conditioning.select(torch.tensor([group]).expand(batch_size))
-            for batch in pack_pairs(rows, trained_steps, batch_size):
-                self._backward(self._gather(trajectory, batch, values), text, metrics)
+            rows = torch.from_numpy(np.flatnonzero(useful)) + number * group_size
+            values[number * group_size : (number + 1) * group_size] = torch.from_numpy(its.values).float()
+            batches = list(pack_pairs(rows, trained_steps, batch_size))
+            mine += [(number, batch) for batch in share_of_rank(batches, self._group.rank, ranks)]
+        for place, (number, batch) in enumerate(mine):
+            text = conditioning.select(torch.tensor([number]).expand(batch_size))
+            more = more_to_come or place < len(mine) - 1
+            self._pass(self._gather(trajectory, batch, values), text, metrics, more=more)
+
+    def choose_batch_size(self, trajectory: Trajectory, conditioning: Conditioning) -> BatchSize | None:
+        """With ``train.timestep_batch_size: auto``, measure how many pairs fit into a pass; None where that is known. Collective.
+
+        ``accumulate`` does so by itself; called before it, with the same micro-batch, the time that it takes is not that of an
+        update, and what it found can be told. Raises ConfigError where the budget is too small for one pair.
+        """
+        train = self._recipe.train
+        if train.timestep_batch_size != "auto" or self._batch_size:
+            return None
+        assert train.memory_budget_gib is not None, "checked with the recipe"
+        size, steps = self._recipe.rollout.num_generations, trajectory.denoising_steps.shape[1]
+        meter, group = memory_meter(self.policy.adapter.device), self._group
+
+        def measure(pairs: int) -> Measured:
+            meter.settle()
+            for more in (True, False):  # the second one on top of the gradient of the first
+                self._rehearse(trajectory, conditioning, pairs, more=more)
+            group.sum_gradients([each.grad for each in self.policy.parameters.values() if each.grad is not None])
+            peak, to_come = meter.peak_bytes(), bytes_to_come(self.optimizer)
+            found = Measured(rest=group.agree_on_most(meter.settle() + to_come), peak=group.agree_on_most(peak + to_come))
+            self.optimizer.zero_grad(set_to_none=True)
+            return found
+
+        gc.collect()  # of what loading has left behind
+        total = -group.agree_on_most(-meter.total_bytes())
+        most = pairs_per_batch("all", size, steps, group.size)
+        found = largest_that_fits(most, int(train.memory_budget_gib * GIB), total, measure)
+        self._batch_size = found.pairs
+        meter.settle()
+        return found
 
     def optimizer_step(self) -> StepReport:
         """Divide by Z, clip, step; or leave everything as it is where Z = 0 or the gradient is not finite."""
-        train, pairs = self._recipe.train, self._pairs
-        metrics = self._step_metrics() | {"trained_pairs": float(pairs), "nonfinite_pairs": float(self._nonfinite_pairs)}
+        train, pairs, group = self._recipe.train, self._pairs, self._group
+        if self._unreduced is not None:
+            # The last micro-batch had nothing to train, and a pass is needed to bring the gradients of the others together.
+            waiting, text = self._unreduced
+            self._pass(waiting.without_any(), text, self._metrics, more=False)
+        sums = {**_sums(self._metrics), **{f"stale/{name}": value for name, value in _sums(self._stale_metrics).items()}}
+        sums["nonfinite_pairs"] = Sums(total=float(self._nonfinite_pairs))
+        metrics = {"trained_pairs": float(pairs)}
+        if self._batch_size:
+            metrics["timestep_batch_size"] = float(self._batch_size)
         rate = learning_rate(self.policy.version, train)
         outcome = StepOutcome.EMPTY
         if pairs:
             norm = self._divide_and_clip(pairs)
             metrics |= {"grad_norm": float(norm), "learning_rate": rate}
-            nothing_finite = self._nonfinite_pairs > 0 and not (self._metrics or self._stale_metrics)
+            some_finite = group.agree_on_any(bool(self._metrics or self._stale_metrics))
+            nothing_finite = group.agree_on_any(self._nonfinite_pairs > 0) and not some_finite
             finite = bool(torch.isfinite(norm)) and not nothing_finite
             outcome = StepOutcome.APPLIED if finite else StepOutcome.VOIDED
         self.stepping = True
         if outcome is StepOutcome.APPLIED:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            for parameters in self.optimizer.param_groups:
+                parameters["lr"] = rate
             self.optimizer.step()
+            self.policy.weights_changed()
             if self.ema is not None:
                 self.ema.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.policy.version += 1
         self._pairs, self._nonfinite_pairs, self._metrics, self._stale_metrics = 0, 0, [], []
-        return StepReport(outcome=outcome, metrics=metrics)
+        return StepReport(outcome=outcome, common=metrics, sums=sums)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """Trained parameters, optimizer state and average, by part and name."""
+        """Trained parameters, optimizer state and average, by part and name, each of them whole; on rank 0 alone. Collective."""
         optimizer = {
             f"{key}.{name}": value
             for name, parameter in self.policy.parameters.items()
             for key, value in self.optimizer.state[parameter].items()
         }
-        return {
+        parts = {
             "parameters": {name: parameter.detach() for name, parameter in self.policy.parameters.items()},
             "optimizer": optimizer,
-            "ema": dict(self.ema.average) if self.ema else {},
+            "ema": self.ema.average if self.ema else {},
         }
+        return {part: whole_on_first(tensors, self._group) for part, tensors in parts.items()}
 
     def counters(self) -> dict[str, int]:
         """What a checkpoint holds of the trainer beside ``weights``."""
-        return {"ema_steps": self.ema.steps if self.ema else 0}
+        return {"ema_steps": self.ema.steps if self.ema else 0, "timestep_batch_size": self._batch_size}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on exactly where a checkpoint was written. Raises ConfigError when it is of another model or optimizer."""
         source = str(checkpoint.path)
         self.policy.load(checkpoint.weights["parameters"], source=source)
         self.policy.version = checkpoint.policy_version
+        self._batch_size = int(checkpoint.state["trainer"].get("timestep_batch_size", 0))
         average = checkpoint.weights["ema"]
         if (self.ema is not None) != bool(average):
             raise ConfigError(f"{source} was written with{'' if average else 'out'} an EMA.", fix="Leave train.ema as it was.")
@@ -172,13 +287,14 @@ class Trainer:
             raise ConfigError(f"{source} holds the optimizer of another model.", fix="Use the recipe of the run.")
         for name, state in saved.items():
             parameter = self.policy.parameters[name]
-            self.optimizer.state[parameter] = {kind: tensor.to(parameter.device) for kind, tensor in state.items()}
+            self.optimizer.state[parameter] = {kind: spread_like(parameter, tensor) for kind, tensor in state.items()}
 
     def _gather(self, trajectory: Trajectory, batch: PairBatch, advantages: Tensor) -> _Pairs:
+        """The tensors of a batch. One that is padding alone is cleared: another rank masks what may not be finite in it."""
         device = self.policy.adapter.device
         steps = trajectory.denoising_steps[batch.rows, batch.slots].cpu()
         rows, slots = batch.rows.to(trajectory.latents.device), batch.slots.to(trajectory.latents.device)
-        return _Pairs(
+        pairs = _Pairs(
             latents=trajectory.latents[rows, slots].to(device),
             next_latents=trajectory.next_latents[rows, slots].to(device),
             timesteps=self._schedule.timesteps[steps].to(device),
@@ -189,25 +305,67 @@ class Trainer:
             advantages=advantages[batch.rows].to(device),
             real=batch.weights.nonzero().flatten().to(device),
         )
+        return pairs if len(pairs.real) else pairs.without_any()
+
+    def _pass(self, pairs: _Pairs, text: Conditioning, metrics: list[dict[str, Tensor]], *, more: bool) -> None:
+        """Add the gradient of one batch, on all ranks. more: whether another pass follows before the optimizer step."""
+        if not self._unsharded:
+            self._backward(pairs, text, metrics)
+            return
+        with one_of_several(self.policy.adapter.transformer, more=more):
+            self._backward(pairs, text, metrics)
+        self._unreduced = (pairs, text) if more else None
+
+    def _asked_batch_size(self) -> int | Literal["all"]:
+        asked = self._recipe.train.timestep_batch_size
+        return self._batch_size if asked == "auto" else asked
+
+    def _rehearse(self, trajectory: Trajectory, conditioning: Conditioning, pairs: int, *, more: bool) -> None:
+        """A pass as large as one of so many pairs, whose gradient is of no use: its first pair, over and over."""
+        rows = torch.zeros(pairs, dtype=torch.int64)
+        first = self._gather(trajectory, PairBatch(rows, rows, torch.ones(pairs)), torch.ones(len(trajectory.samples)))
+        clean = replace(
+            first,
+            latents=first.latents.nan_to_num(0.0, 0.0, 0.0),
+            next_latents=first.next_latents.nan_to_num(0.0, 0.0, 0.0),
+            old_log_prob=first.old_log_prob.nan_to_num(0.0, 0.0, 0.0),
+        )
+        with one_of_several(self.policy.adapter.transformer, more=more) if self._unsharded else nullcontext():
+            inputs = self._inputs(clean, conditioning.select(rows))
+            self._loss(inputs).loss.sum().backward()  # type: ignore[no-untyped-call]
 
     def _backward(self, pairs: _Pairs, text: Conditioning, metrics: list[dict[str, Tensor]]) -> None:
         """Add the gradient of the finite pairs; every round masks at least one more, so this ends."""
-        while len(pairs.real):
-            bad = self._try_backward(pairs, text, metrics)
-            if not bool(bad.any()):
+        while len(pairs.real) or self._group.mesh is not None:
+            bad, done = self._try_backward(pairs, text, metrics)
+            if done:
                 return
             self._nonfinite_pairs += int(bad.sum())
             pairs = pairs.without(bad)
 
-    def _try_backward(self, pairs: _Pairs, text: Conditioning, metrics: list[dict[str, Tensor]]) -> Tensor:
-        """Add the gradient of all pairs, or of none if one is not finite. Returns which are not: [n] bool, as ``real``.
+    def _try_backward(self, pairs: _Pairs, text: Conditioning, metrics: list[dict[str, Tensor]]) -> tuple[Tensor, bool]:
+        """Add the gradient of all pairs of all ranks, or of none if one of them is not finite; whether it was added.
 
-        A method of its own, so that a failed round's graph is gone before the next one is built.
+        Also which of this rank's are not finite: [n] bool, as ``real``. A method of its own, so that a failed round's graph is
+        gone before the next one is built.
         """
         inputs = self._inputs(pairs, text)
         bad = _nonfinite(inputs)
-        if bool(bad.any()):
-            return bad
+        out = None
+        if len(bad) and not bool(bad.any()):
+            out = self._loss(inputs)
+            bad = ~torch.isfinite(out.loss.detach())
+        wrong = bool(bad.any())
+        if self._group.agree_on_any(wrong) if self._group.mesh is not None else wrong:
+            return bad, False
+        # A rank with nothing but padding goes backward, too: the others' collectives wait for it.
+        loss = out.loss.sum() if out is not None else inputs.log_prob.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if out is not None:
+            metrics.append(out.metrics)
+        return bad, True
+
+    def _loss(self, inputs: LossInputs) -> LossOutputs:
         out = self._algorithm.loss(inputs)
         if out.loss.shape != inputs.log_prob.shape:
             raise RunFailed(
@@ -215,11 +373,7 @@ class Trainer:
                 why="The sum over pairs is divided by Z later; a loss that is averaged already would be divided twice.",
                 fix="Return one loss per pair, [N].",
             )
-        bad = ~torch.isfinite(out.loss.detach())
-        if not bool(bad.any()):
-            out.loss.sum().backward()  # type: ignore[no-untyped-call]
-            metrics.append(out.metrics)
-        return bad
+        return out
 
     def _inputs(self, pairs: _Pairs, text: Conditioning) -> LossInputs:
         """What the algorithm needs of the pairs that are not padding; the forward pass has the padding's rows too."""
@@ -249,25 +403,21 @@ class Trainer:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(pairs)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self._group.sum_gradients(gradients)
+        for gradient in gradients:
+            gradient.div_(pairs)
         limit = self._recipe.train.max_grad_norm
-        return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
-
-    def _step_metrics(self) -> dict[str, float]:
-        stale = _means(self._stale_metrics)
-        return _means(self._metrics) | {f"stale/{name}": value for name, value in stale.items()}
+        return whole(torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit))
 
 
-def _means(metrics: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Means over all pairs, by name."""
-    means: dict[str, float] = {}
+def _sums(metrics: list[dict[str, Tensor]]) -> dict[str, Sums]:
+    """Sums over all pairs, by name, in float64: a ratio of exactly 1 has a standard deviation of exactly 0."""
+    found: dict[str, Sums] = {}
     for name in metrics[0] if metrics else ():
-        values = torch.cat([each[name] for each in metrics])
-        if name == "ratio":
-            means |= {"ratio_mean": float(values.mean()), "ratio_std": float(values.std(correction=0))}
-        else:
-            means[name] = float(values.mean())
-    return means
+        values = torch.cat([each[name] for each in metrics]).double()
+        found[name] = Sums(total=float(values.sum()), squares=float((values * values).sum()), count=len(values))
+    return found
 
 
 def _check_groups(trajectory: Trajectory, texts: int, advantages: Sequence[GroupAdvantages]) -> int:

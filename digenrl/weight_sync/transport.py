@@ -60,6 +60,23 @@ class Listener:
         self._socket.close()
 
 
+def open_store(meeting: Listener | Address, *, timeout_s: float) -> tuple[Any, Any]:
+    """The key-value store at which processes meet, and the server or connection that must live as long as it does.
+
+    Whoever brings the Listener serves it. Raises RuntimeError or OSError, as torch does, when nobody is there in time.
+    """
+    address = meeting.address if isinstance(meeting, Listener) else meeting
+    server = dist.TCPStore(
+        address.ip,
+        address.port,
+        is_master=isinstance(meeting, Listener),
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=meeting.detach() if isinstance(meeting, Listener) else None,
+    )
+    return dist.PrefixStore(address.token, server), server
+
+
 class Collectives:
     """Broadcast and barrier among ``world_size`` ranks, of which rank 0 brought the listener. For one thread at a time."""
 
@@ -74,15 +91,7 @@ class Collectives:
         self._is_root = rank == 0
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
-        self._server: Any = dist.TCPStore(
-            address.ip,
-            address.port,
-            is_master=rank == 0,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=meeting.detach() if isinstance(meeting, Listener) else None,
-        )
-        store = dist.PrefixStore(address.token, self._server)
+        store, self._server = open_store(meeting, timeout_s=timeout_s)
         _meet(store, rank, world_size, deadline)
         # A stream of its own: this runs beside training, and must neither wait for its kernels nor hold them up.
         cuda: Any = torch.cuda

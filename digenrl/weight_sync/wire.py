@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from digenrl.errors import RunFailed
+from digenrl.training.group import whole
 from digenrl.training.policy import Policy
 
 Bucket = NDArray[np.uint8]
@@ -65,9 +66,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def to_bytes(tensor: Tensor, dtype: torch.dtype) -> Bucket:
-    """The values in ``dtype``, as [num_bytes] uint8 on the CPU, row by row. May share the tensor's memory: read, don't write."""
+    """The values in ``dtype``, as [num_bytes] uint8 on the CPU, row by row. May share the tensor's memory: read, don't write.
+
+    Collective where the tensor is spread over the trainer's ranks.
+    """
     # Cast before it leaves the device: half the bytes to move, and rounded where the forward pass rounds.
-    plain = tensor.detach().to(dtype).cpu().contiguous()
+    plain = whole(tensor.detach()).to(dtype).cpu().contiguous()
     data: Bucket = plain.reshape(-1).view(torch.uint8).numpy()
     return data
 

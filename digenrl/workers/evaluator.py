@@ -54,19 +54,22 @@ class EvaluationSampler:
         self._recipe = recipe
         self._section = section
 
-    def generate(self, conditioning: Conditioning) -> Tensor:
-        """Final latents [N, *latent] of N encoded prompts, with the averaged weights (the trained ones without EMA)."""
+    def generate(self, conditioning: Conditioning, numbers: Sequence[int] | None = None) -> Tensor:
+        """Final latents [N, *latent] of N encoded prompts, with the averaged weights (the trained ones without EMA).
+
+        numbers: places of the prompts among all held-out ones, which say what noise each starts from; 0..N-1 if None.
+        """
         if self._ema is None:
-            return self._generate(conditioning)
+            return self._generate(conditioning, numbers)
         with self._ema.swapped():
-            return self._generate(conditioning)
+            return self._generate(conditioning, numbers)
 
     @torch.no_grad()
-    def _generate(self, conditioning: Conditioning) -> Tensor:
+    def _generate(self, conditioning: Conditioning, numbers: Sequence[int] | None) -> Tensor:
         adapter, rollout, section = self._policy.adapter, self._recipe.rollout, self._section
         schedule = adapter.noise_schedule(section.num_inference_steps, rollout.height, rollout.width)
         shape = adapter.latent_shape(rollout.height, rollout.width)
-        initial = torch.stack([normal(shape, section.seed, Purpose.EVALUATION, i) for i in range(len(conditioning))])
+        initial = torch.stack([normal(shape, section.seed, Purpose.EVALUATION, i) for i in numbers or range(len(conditioning))])
         guidance = Guidance(section.true_cfg_scale, section.guidance_scale)
 
         def predict(latents: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:

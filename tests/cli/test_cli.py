@@ -435,14 +435,6 @@ def test_check_says_how_samples_fall_onto_ranks_and_what_unevenness_costs(digenr
     assert "2 replicas of 5 ranks: 36 samples of a full micro-batch, 7 to 8 a rank, ranks idle 10 %" in answer.out
 
 
-def test_trainer_ranks_that_cannot_be_trained_with_yet_are_refused_before_anything_starts(digenrl: Call, tmp_path: Path) -> None:
-    changes = ("cluster.placement=disaggregated", "cluster.trainer.ranks=2", f"run.output_dir={tmp_path / 'run'}")
-    answer = digenrl("train", QUICKSTART, *changes)
-    assert answer.code == 2
-    assert "cluster.trainer.ranks=1" in answer.err
-    assert not (tmp_path / "run").exists()
-
-
 def test_an_address_is_refused_for_a_run_in_one_process(digenrl: Call, tmp_path: Path) -> None:
     answer = digenrl("train", QUICKSTART, f"run.output_dir={tmp_path / 'run'}", "--address", "127.0.0.1:6379")
     assert answer.code == 2

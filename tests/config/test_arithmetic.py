@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.config.arithmetic import padding_advice, step_arithmetic
+from digenrl.config.checks import check_recipe
 from digenrl.config.loader import load_recipe, recipe_from_plain
 from digenrl.config.schema import Recipe
 from digenrl.scheduling.micro_batches import cut_into_micro_batches
 
 ROOT = Path(__file__).parents[2]
+BATCH_AXIS = "schedule.micro_batching=batch_axis"
 Write = Callable[[str | bytes], Path]
 
 
@@ -67,6 +69,17 @@ def test_uneven_sizes_are_padded_and_the_share_is_told() -> None:
         "5 prompts x 6 = 30 samples in 3 micro-batches; 8 denoising steps x 5 forward batches, padding 25 %",
         "4 of 8 denoising steps trained = 24 pairs a group, 25 forward batches, padding 4 %",
     )
+
+
+def test_colocated_ranks_share_a_micro_batch_and_the_generators_of_the_recipe_count_for_nothing() -> None:
+    changes = ["rollout.forward_batch_size=9", "cluster.trainer.ranks=4", "cluster.generators=[{ranks: 5}, {ranks: 7}]"]
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", ["cluster.placement=colocated", *changes])
+    # 36 samples of a micro-batch are 9 on each of four ranks.
+    assert (step_arithmetic(recipe).rollout_forward_batches, step_arithmetic(recipe).rollout_padding) == (12, 0)
+    assert padding_advice(recipe) is None
+    along = load_recipe(ROOT / "recipes" / "quickstart.yaml", ["cluster.placement=colocated", *changes, BATCH_AXIS])
+    check_recipe(along)
+    assert along.groups_in_micro_batch == 9  # three groups for each of four ranks, of nine prompts
 
 
 def test_a_training_batch_is_at_most_one_prompt_group() -> None:

@@ -78,7 +78,7 @@ def test_every_row_says_what_the_key_means() -> None:
 @pytest.mark.parametrize(
     ("key", "cells"),
     [
-        ("train.timestep_batch_size", ["integer or `all`", "`all`", "≥ 1, ≤ 1 000 000"]),
+        ("train.timestep_batch_size", ["integer or `all`, `auto`", "`all`", "≥ 1, ≤ 1 000 000"]),
         ("train.learning_rate", ["number", "`0.0003`", "> 0"]),
         ("train.max_grad_norm", ["number or null", "`1.0`", "> 0"]),
         ("rollout.num_generations", ["integer", "required", "≥ 1, ≤ 1 000 000"]),

@@ -31,6 +31,10 @@ class Hand:
         self._now += 1
         return self._now
 
+    def wait(self, us: int) -> None:
+        """Let time pass."""
+        self._now += us
+
     def tell(self, *events: Event) -> list[Command]:
         """Events of one instant, and the commands that they lead to."""
         for event in events:

@@ -10,6 +10,7 @@ import pickle
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from digenrl.scheduling.commands import (
     SyncWeights,
     WorkerCommand,
 )
+from digenrl.scheduling.costs import MeasuredTask, Task
 from digenrl.scheduling.events import (
     CommandFailed,
     ConditioningLost,
@@ -619,6 +621,30 @@ def test_a_command_that_always_fails_is_not_tried_for_ever(kind: type) -> None:
     assert isinstance(command, StopRun)
     assert 3 <= failures <= 4, "one more may have been on its way"
     assert f"{kind.__name__} has failed 3 times" in command.reason
+
+
+def test_a_new_plan_that_leaves_less_to_the_trainer_gives_idle_generators_work_at_once(play: Callable[..., Any]) -> None:
+    # Nobody else would: all that was not reserved is done, and a trainer that skips a bubble waits for them.
+    expected = {Task.SCORE: 5, Task.UPDATE: 1, Task.TAG: 50, Task.SWITCH_IN: 10, Task.SWITCH_OUT: 10}
+    measured = [MeasuredTask(task=task, worker=2, ticks=(ticks,) * 2) for task, ticks in expected.items()]
+    measured += [MeasuredTask(task=Task.GENERATE, worker=worker, ticks=(ticks,)) for worker, ticks in enumerate((50, 80))]
+    hand = play(micro_batches=6, replicas=2, scoring="generator", tag="bts_plus", measured=tuple(measured))
+    hand.finish(POOL[0])
+    assert hand.at[TRAINER].reason.startswith("TAG: 2 more one a bubble")
+    while POOL[0] in hand.at or POOL[1] in hand.at:
+        hand.finish(next(worker for worker in POOL if worker in hand.at))
+    step = hand.scheduler.state.step
+    assert (step.pending, step.reserved) == (1, 1)
+    hand.finish(TRAINER)
+    hand.wait(100_000)  # a TAG that takes so long is not worth while
+    hand.finish(TRAINER)
+    hand.finish(POOL[0])
+    assert not any(worker in hand.at for worker in POOL)
+    while TRAINER in hand.at:
+        commands = hand.finish(TRAINER)
+    assert [(type(c), c.micro_batch.index) for c in commands] == [(Generate, 5)]
+    hand.finish_all()
+    assert hand.scheduler.finished
 
 
 def test_what_was_planned_for_the_trainer_is_everybody_s_again_between_the_updates_of_one_rollout() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,39 @@ def test_a_recipe_runs_in_turn_on_one_worker_or_on_the_cluster_that_is_asked_for
     assert load_source(str(QUICKSTART), ["rollout.height=64"], steps=3).settings.steps == 3
 
 
+COLOCATED = ("train.steps=3", "cluster.placement=colocated")
+
+
+def test_a_colocated_recipe_has_the_trainer_s_ranks_as_all_of_its_devices() -> None:
+    unlike = "cluster.generators=[{replicas: 2, ranks: 2}, {ranks: 3}]"  # which colocated does not use
+    alone, four = (load_source(str(QUICKSTART), [*COLOCATED, unlike, f"cluster.trainer.ranks={n}"]) for n in (1, 4))
+    assert (alone.layout.devices, four.layout.devices) == (1, 4)
+    assert "one worker that does everything in turn" in alone.label and "4 devices that do everything in turn" in four.label
+    assert run(alone).step_time_s == run(load_source(str(QUICKSTART), ["train.steps=3"])).step_time_s
+    # 108 samples and 324 pairs on four devices, each of which pads its 9 samples of a micro-batch to a forward batch of 36.
+    generated, updated = 27 * (8 * 0.95e-3 * 4 + 1.6e-3 * 4 + 0.6e-3), 81 * 2.9e-3
+    assert run(four).step_time_s == pytest.approx(generated + updated + 0.01, rel=1e-3)
+
+
+def test_the_schedule_of_a_colocated_recipe_is_the_one_that_train_gives_its_only_worker() -> None:
+    found = load_source(str(QUICKSTART), [*COLOCATED, "schedule.update_order=index"]).settings
+    assert found.one_pool and found.generators == ("pool",)
+    assert (found.update_after, found.update_order, found.scoring) == ("step", "index", "generator")
+    assert (found.tag, found.stale_quota, found.micro_batches) == ("never", 0, 3)
+
+
+def test_a_colocated_recipe_is_compared_with_two_pools_by_naming_a_mode_that_has_them() -> None:
+    layout = load_source(str(QUICKSTART), [*COLOCATED, "cluster.generators.0.replicas=2", "schedule.mode=gap"]).layout
+    assert (layout.replicas, layout.trainer_ranks) == (2, 1)
+
+
+@pytest.mark.parametrize("mode", ["naive", "batch_axis", "gap", "tsp", "colocated", "colocated+tsp"])
+def test_a_mode_without_tag_has_none_although_the_recipe_s_pools_would(mode: str) -> None:
+    loaded = load_source(str(QUICKSTART), ["train.steps=3", "cluster.placement=disaggregated", f"schedule.mode={mode}"])
+    assert loaded.settings.tag == "never"
+    assert run(loaded).step_time_s > 0
+
+
 def trace(tmp_path: Path, loaded: Loaded) -> str:
     path = tmp_path / "trace.jsonl"
     with TraceWriter(path, loaded.settings, source="simulation") as writer:
@@ -116,6 +150,17 @@ def test_the_trace_of_a_run_gives_its_durations_back(tmp_path: Path) -> None:
     assert again.costs == original.costs
     assert again.settings == original.settings
     assert run(again) == run(original)
+
+
+def test_the_trace_of_a_resumed_run_is_simulated_from_where_it_went_on(tmp_path: Path) -> None:
+    whole = load_source(write(tmp_path, COSTS))
+    resumed = dataclasses.replace(whole.settings, first_version=2, stale_claims=(0,), save_at=(3, 4), evaluate_at=(4,))
+    path = trace(tmp_path, dataclasses.replace(whole, settings=resumed))
+    result = run(load_source(path))
+    assert (len(result.step_times_s), len(result.tags), result.stale) == (2, 2, (1, 2))
+    assert load_source(path, steps=3).settings.save_at == (3,)
+    with pytest.raises(ConfigError, match=r"schedule.steps \(2\) leaves nothing to simulate"):
+        load_source(path, steps=2)
 
 
 def test_the_durations_of_a_noisy_trace_are_near_the_true_ones(tmp_path: Path) -> None:

@@ -106,6 +106,9 @@ def _traces() -> dict[str, Trace]:
         "no TAG": run(TWO),
         "greedy": run(TWO, tag="greedy", micro_batches=6),
         "stale": run(TWO, tag="bts_plus", micro_batches=8, steps=3, max_stale_fraction=0.25),
+        "resumed": run(
+            TWO, tag="bts_plus", micro_batches=8, steps=6, first_version=3, stale_claims=(0, 1), max_stale_fraction=0.25
+        ),
         "lost and back": run(TWO, AWAY, tag="bts_plus", micro_batches=8, steps=3, max_stale_fraction=0.25),
         "inline": run(inline, tag="bts_plus", scoring="inline", micro_batches=6),
         "pool": run(pool, tag="greedy", scoring="pool", scorers=(WorkerId("judge"),), evaluate_at=(0, 2), micro_batches=6),

@@ -161,6 +161,8 @@ def test_counters_start_with_all_pending_and_end_with_nothing_and_the_last_versi
     assert queues[-1] == {"pending": 0, "SQ": 0, "UQ": 0}
     assert max(queue["SQ"] for queue in queues) <= 4
     assert versions == [0, 1, 2]
+    resumed = [event["args"] for event in events_of(traces["resumed"]) if event.get("name") == "policy"]
+    assert [counter["version"] for counter in resumed] == [3, 4, 5, 6]
 
 
 def test_bubbles_losses_and_versions_can_be_seen(traces: dict[str, Trace]) -> None:

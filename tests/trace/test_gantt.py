@@ -170,6 +170,14 @@ def test_versions_are_labelled_lines_and_steps_stand_between_them(traces: dict[s
     assert [text.split(" · ")[0] for text in texts(picture) if text.startswith("step")] == ["step 0", "step 1", "step 2"]
 
 
+def test_a_resumed_run_is_drawn_with_the_numbers_of_its_steps(traces: dict[str, Trace]) -> None:
+    written = texts(svg_gantt(spans(traces["resumed"])))
+    assert "Schedule of 3 steps of 8 micro-batches, from step 3, simulated" in written
+    assert {"v4", "v5", "v6"} <= set(written)
+    assert [text.split(" · ")[0] for text in written if text.startswith("step")] == ["step 3", "step 4", "step 5"]
+    assert re.findall(r"v\d", text_gantt(spans(traces["resumed"]))) == ["v4", "v5", "v6"]
+
+
 def test_versions_of_a_long_run_are_named_at_even_distances(simulate: Simulate) -> None:
     picture = svg_gantt(spans(long(simulate)))
     named = [int(text[1:]) for text in texts(picture) if re.fullmatch(r"v\d+", text)]

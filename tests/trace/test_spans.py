@@ -211,6 +211,29 @@ def test_a_version_is_published_once_per_step_however_many_updates_it_has(traces
     assert sum(span.kind is Kind.OPTIMIZER for span in timeline.spans) == 4
 
 
+def test_a_resumed_run_goes_on_counting_where_it_was_stopped_and_is_over_after_its_last_step(traces: dict[str, Trace]) -> None:
+    timeline = spans(traces["resumed"])
+    assert [instant.policy_version for instant in timeline.published] == [4, 5, 6]
+    assert (timeline.queues[0].policy_version, timeline.queues[-1].policy_version) == (3, 6)
+    first = [span for span in timeline.spans if span.stale and span.micro_batch is not None and span.micro_batch.step == 3]
+    assert {span.micro_batch.index for span in first if span.micro_batch} == {0, 1}
+    assert {(span.policy_version, span.kind) for span in first} == {
+        (2, Kind.STALE_GENERATE),
+        (2, Kind.SCORE),
+        (2, Kind.UPDATE),
+    }
+    last = timeline.published[-1].at_us
+    assert {gap.why for gap in timeline.gaps if gap.start_us >= last} <= {"done"}
+    assert all(gap.end_us <= last for gap in timeline.bubbles)
+
+
+def test_the_time_after_the_last_step_of_a_resumed_run_is_not_a_bubble(simulate: Simulate) -> None:
+    costs = dataclasses.replace(ONE, save=5.0)
+    timeline = spans(simulate(costs, micro_batches=2, steps=4, first_version=3, scoring="inline", save_at=(4,)))
+    assert parts(timeline, G0)[-1] == ("done", 2400, 7600)  # while the trainer publishes and saves
+    assert ("bubble", 1300, 2000) in parts(timeline, TRAINER)
+
+
 def test_the_pools_are_those_of_the_settings(traces: dict[str, Trace]) -> None:
     def named(name: str) -> list[tuple[str, int]]:
         return [(pool.name, len(pool.workers)) for pool in spans(traces[name]).pools]

@@ -70,6 +70,15 @@ def test_staleness_is_the_share_of_accumulated_micro_batches_that_are_one_versio
     assert utilization(spans(traces["greedy"])).stale_fraction == 0
 
 
+def test_the_steps_of_a_resumed_run_have_their_numbers_and_all_that_was_done_in_them(traces: dict[str, Trace]) -> None:
+    use = utilization(spans(traces["resumed"]))
+    assert [(step.step, step.micro_batches, step.stale) for step in use.steps] == [(3, 8, 2), (4, 8, 2), (5, 8, 2)]
+    assert use.stale_fraction == 0.25
+    assert sum(step.tags for step in use.steps) == sum(span.tag for span in spans(traces["resumed"]).spans) > 0
+    assert sum(step.bubble_us for step in use.steps) == of(use.workers, "trainer").waiting_us
+    assert "step 3" in "\n".join(use.lines()) and "step 0" not in "\n".join(use.lines())
+
+
 def test_the_time_of_a_lost_worker_counts_neither_as_busy_nor_as_waiting(simulate: Simulate) -> None:
     costs = SimulationCosts(generate=(1.0, 1.0), update=0.1, optimizer=0.1)
     incidents = (Incident(at_s=0.5, worker=WorkerId("g1")), Incident(at_s=2.25, worker=WorkerId("g1"), joins=True))

@@ -158,7 +158,7 @@ def _type(prop: Mapping[str, Any]) -> str:
 def _default(prop: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if "default" in prop and not isinstance(prop["default"], (dict, list)):
         return f"`{_yaml(prop['default'])}`" if prop["default"] != "" else "empty"
-    if prop.get("type") == "object":
+    if prop.get("type") == "object" or prop.get("default") == []:
         return "none"
     nested = _resolve(prop, schema)
     return "one with its defaults" if "items" in prop and "properties" in nested else "its defaults"

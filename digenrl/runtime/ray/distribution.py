@@ -50,9 +50,10 @@ class _Version:
 class ObjectStoreDistribution:
     """The trainer puts its buckets into the object store, and every generator takes them from there."""
 
-    def __init__(self, pool: WorkerPool, trainer: Process) -> None:
+    def __init__(self, pool: WorkerPool, trainer: Sequence[Process]) -> None:
+        """trainer: its ranks; the first sends, after all have made the weights whole."""
         self._pool = pool
-        self._trainer = trainer
+        self._trainer, *self._others = trainer
         self._versions: dict[int, _Version] = {}
 
     def publish(self, version: int, method: str, *arguments: Any) -> ObjectRef[Any]:
@@ -60,6 +61,8 @@ class ObjectStoreDistribution:
         assert self._trainer.hello is not None, "the trainer is up"
         count = 1 + self._trainer.hello.num_buckets
         manifest, *buckets = self._pool.call(self._trainer, method, *arguments, num_returns=count)
+        for other in self._others:
+            self._pool.call(other, method, *arguments, num_returns=count)
         self._keep(version, _Version(manifest, buckets))
         return manifest
 
@@ -87,7 +90,7 @@ class ObjectStoreDistribution:
 class BroadcastDistribution(ObjectStoreDistribution):
     """All generators of the moment take part in one broadcast, beside their work, and load what has arrived."""
 
-    def __init__(self, pool: WorkerPool, trainer: Process, inbox: Inbox) -> None:
+    def __init__(self, pool: WorkerPool, trainer: Sequence[Process], inbox: Inbox) -> None:
         super().__init__(pool, trainer)
         self._inbox = inbox
         self._members: dict[str, int] = {}
@@ -102,6 +105,8 @@ class BroadcastDistribution(ObjectStoreDistribution):
         if method != "publish" or self._under_way:
             return super().publish(version, method, *arguments)
         (manifest,) = self._pool.call(self._trainer, "stage")
+        for other in self._others:
+            self._pool.call(other, "stage")
         receivers = [process for process in self._pool.all() if process.up and _receives(process)]
         published = _Version(manifest, None)
         self._keep(version, published)

@@ -11,8 +11,9 @@ from digenrl.errors import ConfigError
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Pages of raylet logs when a worker dies; what happened is said by us, in a line.
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Raylet is terminated|has been marked dead",
+    # Pages of raylet logs when a worker dies; what happened is said by us, in a line. And that many workers share few cores.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Raylet is terminated|has been marked dead|"
+    "worker processes have been started",
 }
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from digenrl.errors import DigenError, ProtocolError, WorkerError
 from digenrl.ids import MicroBatchId, SampleId, StepOutcome, WorkerId
@@ -25,9 +25,9 @@ from digenrl.rewards.compose import join_rewards
 from digenrl.runtime.checkpointer import Checkpointer
 from digenrl.runtime.interrupt import Interrupt
 from digenrl.runtime.journal import Journal, Pictures
+from digenrl.runtime.ray.answers import Pieces
 from digenrl.runtime.ray.distribution import Distribution
 from digenrl.runtime.ray.evaluation import RemoteEvaluation
-from digenrl.runtime.ray.host import Pieces
 from digenrl.runtime.ray.in_flight import Call, InFlight, Outcomes, Running, describe
 from digenrl.runtime.ray.placement import DRIVER, Rank
 from digenrl.runtime.ray.pool import Process, worker_exception
@@ -47,7 +47,7 @@ from digenrl.scheduling.commands import (
 from digenrl.scheduling.events import CommandFailed, ConditioningLost, Event, Finished, TrajectoryLost, WorkerJoined, WorkerLost
 from digenrl.scheduling.micro_batches import spread_over_ranks
 from digenrl.scheduling.settings import SchedulerSettings
-from digenrl.training.trainer import StepReport
+from digenrl.training.trainer import StepReport, merged_metrics
 
 if TYPE_CHECKING:
     from digenrl.runtime.ray.system import RaySystem
@@ -145,16 +145,15 @@ class RayExecutor(Outcomes):
             case Accumulate():
                 self._accumulate(command)
             case OptimizerStep():
-                self._run(command, [self._call(command.worker, "optimizer_step")], lambda a: self._stepped(command, a[0]))
+                self._run(command, self._calls(command.worker, "optimizer_step"), lambda a: self._stepped(command, a))
             case SwitchMode():
-                self._run(command, [self._call(command.worker, "switch", command.generating)], _nothing)
+                self._run(command, self._calls(command.worker, "switch", command.generating), _nothing)
             case SyncWeights():
                 self._sync(command)
             case Evaluate():
                 self._evaluation.start(command, self._trainer())
             case SaveCheckpoint():
-                arguments = (str(self._checkpointer.folder), self._checkpointer.state(), self._checkpointer.keep_last)
-                self._run(command, [self._call(command.worker, "save", *arguments)], _nothing)
+                self._run(command, self._calls(command.worker, "save", *self._checkpoint()), _nothing)
 
     def next_events(self, timeout_s: float) -> Sequence[Event]:
         """Wait for the next thing that happens; empty when nothing did for ``timeout_s``."""
@@ -176,23 +175,22 @@ class RayExecutor(Outcomes):
 
     def finish(self) -> None:
         """Take a step in hand to its end, and save the version that the trainer is at, as far as that is quick."""
-        trainer = self._trainer()
-        if not trainer.up:
+        if not all(process.up for process in self._trainer()) or not self._settle():
             return
-        if not self._settle():
-            return
-        arguments = (str(self._checkpointer.folder), self._checkpointer.state(), self._checkpointer.keep_last)
-        (ref,) = self._pool.call(trainer, "save", *arguments)
-        done, _ = ray.wait([ref], timeout=_SAVE_TIMEOUT_S)
-        if not done:
+        refs = [self._pool.call(process, "save", *self._checkpoint())[0] for process in self._trainer()]
+        _, late = ray.wait(refs, num_returns=len(refs), timeout=_SAVE_TIMEOUT_S)
+        if late:
             self._journal.warn("save", "the trainer is busy, so the newest checkpoint stays the one before")
             return
         try:
-            ray.get(ref)
+            ray.get(refs)
+        except RayTaskError as error:
+            raise worker_exception(str(self._settings.trainer), "saving", error) from error
         except RayActorError:
             self._journal.warn("save", "the trainer died before it could save")
-        except RayTaskError as error:
-            raise worker_exception(trainer.rank.name, "saving", error) from error
+
+    def _checkpoint(self) -> tuple[str, dict[str, Any], int]:
+        return str(self._checkpointer.folder), self._checkpointer.state(), self._checkpointer.keep_last
 
     def _settle(self) -> bool:
         """Wait for an optimizer step in hand, which could otherwise neither be saved nor be logged again. Whether it ended."""
@@ -211,7 +209,11 @@ class RayExecutor(Outcomes):
 
     def digests(self) -> dict[str, str]:
         """See RunExecutor.digests."""
-        found: dict[str, str] = self._ask(self._trainer(), "digests")
+        refs = [self._pool.call(process, "digests")[0] for process in self._trainer()]
+        try:
+            found: dict[str, str] = ray.get(refs, timeout=self._system.recipe.cluster.command_timeout_s)[0]
+        except RayError as error:
+            raise worker_exception(str(self._settings.trainer), "summing up", error) from error
         return found
 
     def ahead(self, command: WorkerCommand) -> bool:
@@ -227,17 +229,8 @@ class RayExecutor(Outcomes):
         """See RunExecutor."""
         self._ledger.step(step).conditioning = None
 
-    def _ask(self, process: Process, method: str, *arguments: Any) -> Any:
-        (ref,) = self._pool.call(process, method, *arguments)
-        try:
-            return ray.get(ref, timeout=self._system.recipe.cluster.command_timeout_s)
-        except ray.exceptions.RayError as error:
-            raise worker_exception(process.rank.name, method, error) from error
-
-    def _trainer(self) -> Process:
-        return self._pool.processes(self._settings.trainer)[0]
-
-    # Commands
+    def _trainer(self) -> list[Process]:
+        return self._pool.processes(self._settings.trainer)
 
     def _encode(self, command: Encode) -> None:
         record = self._ledger.step(command.step)
@@ -261,14 +254,23 @@ class RayExecutor(Outcomes):
             len(processes),
             recipe.schedule.micro_batching,
         )
-        calls, parts = [], []
-        for process, share in zip(processes, shares, strict=True):
-            if not share:
-                continue
+        calls: list[Call] = []
+        parts = []
+        passes = [-(-len(share) // recipe.rollout.forward_batch_size) for share in shares]
+        for process, share, own in zip(processes, shares, passes, strict=True):
             samples = tuple(SampleId(micro_batch.step, prompt, sample) for prompt, sample in share)
-            first, trajectory, latents = self._pool.call(process, "generate", samples, version, conditioning, num_returns=3)
+            filled = samples
+            if command.worker == self._settings.trainer and len(processes) > 1 and own < max(passes):
+                # The ranks of a sharded network make their passes together.
+                fill = (max(passes) - 1) * recipe.rollout.forward_batch_size + 1 - len(samples)
+                filled = samples + (self._ledger.samples(micro_batch)[0],) * fill
+            if not filled:
+                continue
+            arguments = (filled, version, conditioning, len(samples))
+            first, trajectory, latents = self._pool.call(process, "generate", *arguments, num_returns=3)
             calls.append((process, first))
-            parts.append(RemotePart(samples=samples, trajectory=trajectory, latents=latents))
+            if samples:
+                parts.append(RemotePart(samples=samples, trajectory=trajectory, latents=latents))
 
         def finish(_: list[Any]) -> None:
             record = self._ledger.step(micro_batch.step)
@@ -315,24 +317,33 @@ class RayExecutor(Outcomes):
         def finish(_: list[Any]) -> None:
             # Kept until now: a loss before the trainer began is mended by generating again.
             record.trajectories.pop(index)
+            record.accumulated += 1
 
-        call = self._call(command.worker, "accumulate", prompts, advantages, conditioning, *refs)
-        self._run(command, [call], finish)
+        more = record.accumulated + 1 < self._settings.update_range(record.update)[1]
+        calls = self._calls(command.worker, "accumulate", prompts, advantages, more, conditioning, *refs)
+        self._run(command, calls, finish)
 
-    def _stepped(self, command: OptimizerStep, report: StepReport) -> StepOutcome:
+    def _stepped(self, command: OptimizerStep, reports: list[StepReport]) -> StepOutcome:
+        outcome = reports[0].outcome
         with self._interrupt.critical():
+            self._ledger.step(command.step).update += 1
             if command.update == self._settings.updates_per_rollout - 1:
                 self._policy_version = command.step + 1
-                self._journal.stepped(command.step, report, self._ledger.close_step(command.step))
-        return report.outcome
+                self._journal.stepped(command.step, outcome, merged_metrics(reports), self._ledger.close_step(command.step))
+        return outcome
 
     def _sync(self, command: SyncWeights) -> None:
         version = command.policy_version
+
+        def hold(answers: list[tuple[int, str]]) -> None:
+            for held, digest in answers:
+                self._holds(held, digest, version)
+
         if self._settings.one_pool:
-            self._run(command, [self._call(command.worker, "weights_digest")], lambda a: self._holds(a[0][0], a[0][1], version))
+            self._run(command, self._calls(command.worker, "weights_digest"), hold)
         elif command.worker == self._settings.trainer:
             manifest = self._weights.publish(version, "publish")
-            self._run(command, [(self._trainer(), manifest)], lambda a: self._holds(a[0].version, a[0].digest, version))
+            self._run(command, [(self._trainer()[0], manifest)], lambda a: self._holds(a[0].version, a[0].digest, version))
             waiting, self._loads = self._loads, []
             for load in waiting:
                 self._sync(load)
@@ -365,9 +376,9 @@ class RayExecutor(Outcomes):
                 fix="This is a bug, or a fault of the machine's memory; please report it with the run's trace.jsonl.",
             )
 
-    def _call(self, worker: WorkerId, method: str, *arguments: Any) -> Call:
-        process = self._pool.processes(worker)[0]
-        return process, self._pool.call(process, method, *arguments)[0]
+    def _calls(self, worker: WorkerId, method: str, *arguments: Any) -> list[Call]:
+        """The same call to all ranks of a worker."""
+        return [(process, self._pool.call(process, method, *arguments)[0]) for process in self._pool.processes(worker)]
 
     def _locally(self, samples: Sequence[SampleId], prompts: Sequence[Any], rows: Sequence[int], latents: ObjectRef[Any]) -> Call:
         """Score in this process, beside the driver's loop."""
@@ -433,7 +444,7 @@ class RayExecutor(Outcomes):
             f"lost-{rank.name}-{self.now_us()}",
             f"{rank.name} is lost: {error}" + ("" if "train" in rank.roles else "; it is started anew"),
         )
-        return (WorkerLost(at_us=self.now_us(), worker=rank.worker, error=error),)
+        return (WorkerLost(at_us=self.now_us(), worker=rank.worker, error=f"{rank.name}: {error}"),)
 
     def _back(self, worker: WorkerId) -> Sequence[Event]:
         self._pool.write_list(self._workers_file)

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt
 from digenrl.errors import ConfigError, ProtocolError
 from digenrl.ids import SampleId
-from digenrl.rewards.compose import Rewards
 from digenrl.runtime.build import Components, Role, build_components
 from digenrl.runtime.checkpointer import write_checkpoint
+from digenrl.runtime.ray.answers import Hello, Pieces
 from digenrl.runtime.ray.wire import (
     PackedTensor,
     PackedTrajectory,
@@ -38,6 +37,7 @@ from digenrl.runtime.ray.wire import (
 )
 from digenrl.training.checkpoint import PREVIOUS, load_checkpoint
 from digenrl.training.digest import digests
+from digenrl.training.group import ALONE, TrainerGroup
 from digenrl.training.trainer import StepReport, Trainer
 from digenrl.weight_sync.broadcast import BroadcastGroup
 from digenrl.weight_sync.held import HeldWeights
@@ -51,27 +51,6 @@ TRANSFER_TIMEOUT_S = 60.0
 """Longest wait for a peer in a broadcast, and longest time of one bucket."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """What a worker says of itself once it is loaded."""
-
-    pid: int
-    device: str
-    num_parameters: int
-    """Trained numbers; 0 where it holds no policy."""
-    num_buckets: int
-    """Parts that its weights are published in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """Rewards of the samples of one rank, and the pictures that were asked for."""
-
-    rewards: Rewards
-    pictures: NDArray[np.uint8]
-    """[n, H, W, 3]"""
-
-
 class WorkerHost:
     """One worker of a run."""
 
@@ -83,13 +62,18 @@ class WorkerHost:
         *,
         keep_previous: bool = False,
         node_ip: str = "127.0.0.1",
+        group: TrainerGroup = ALONE,
     ) -> None:
-        """keep_previous: remember two published versions. node_ip: where this process may listen for its peers."""
-        self.built: Components = build_components(recipe, roles, device)
+        """keep_previous: remember two published versions. node_ip: where this process may listen for its peers.
+
+        group: the ranks that train together with this one; what is said to be collective is then called on all of them.
+        """
+        self.built: Components = build_components(recipe, roles, device, group)
         """What it is made of."""
         self._recipe = recipe
         self._device = device
-        self._takes_turns = "train" in roles and "encode" not in roles
+        self._ranks = group
+        self._takes_turns = roles == {"generate", "train"}
         """Whether it is a trainer of its own, which is told when to generate; a worker that does everything is not."""
         self._generating = False
         policy, trainer = self.built.policy, self.built.trainer
@@ -121,9 +105,13 @@ class WorkerHost:
         return set(adapter.truncated_prompts), pack_all(encoded.tensors)
 
     def generate(
-        self, samples: Sequence[SampleId], policy_version: int, conditioning: Mapping[str, PackedTensor]
+        self, samples: Sequence[SampleId], policy_version: int, conditioning: Mapping[str, PackedTensor], real: int | None = None
     ) -> tuple[float, PackedTrajectory, PackedTensor]:
-        """Seconds, the trajectory, and its final latents [B, *latent] once more, for the scorer. conditioning: the step's."""
+        """Seconds, the trajectory, and its final latents [B, *latent] once more, for the scorer. conditioning: the step's.
+
+        real: how many of the samples are wanted (all if None); the others fill up the passes that all ranks of a sharded
+        network have to make. Collective on such ranks.
+        """
         self._check_mode(generating=True)
         began, generator = time.perf_counter(), self.built.generator
         assert generator is not None, "only workers that hold the network are asked"
@@ -132,6 +120,8 @@ class WorkerHost:
         text = unpack_conditioning(conditioning, prompts, self._device)
         rows = torch.tensor([row_of[sample.prompt] for sample in samples])
         trajectory = generator.generate(samples, text, rows, policy_version)
+        if real is not None and real < len(samples):
+            trajectory = trajectory.first(real)
         return time.perf_counter() - began, pack_trajectory(trajectory), pack(trajectory.final_latents)
 
     def score(
@@ -147,21 +137,22 @@ class WorkerHost:
         self,
         prompts: Sequence[int],
         advantages: Sequence[GroupAdvantages],
+        more_to_come: bool,
         conditioning: Mapping[str, PackedTensor],
         *parts: PackedTrajectory,
     ) -> float:
-        """Add the gradient of one micro-batch, which the ranks of a replica made in ``parts``. Returns seconds.
+        """Add the gradient of one micro-batch, which the ranks of a replica made in ``parts``. Returns seconds. Collective.
 
-        prompts: rows of its groups in ``conditioning``; advantages: one per group.
+        prompts: rows of its groups in ``conditioning``; advantages: one per group. more_to_come: see Trainer.accumulate.
         """
         self._check_mode(generating=False)
         began = time.perf_counter()
         text = unpack_conditioning(conditioning, prompts, self._device)
-        self._trainer.accumulate(unpack_trajectories(parts), text, advantages)
+        self._trainer.accumulate(unpack_trajectories(parts), text, advantages, more_to_come=more_to_come)
         return time.perf_counter() - began
 
     def optimizer_step(self) -> StepReport:
-        """See Trainer.optimizer_step."""
+        """See Trainer.optimizer_step. Collective."""
         self._check_mode(generating=False)
         report = self._trainer.optimizer_step()
         self._trainer.stepping = False
@@ -178,7 +169,7 @@ class WorkerHost:
         return time.perf_counter() - began
 
     def publish(self) -> tuple[Publication, *tuple[NDArray[np.uint8], ...]]:
-        """The weights of the version that the trainer is at, as a manifest and its buckets."""
+        """The weights of the version that the trainer is at, as a manifest and its buckets. Collective: rank 0's are used."""
         assert self._publisher is not None, "the trainer publishes"
         published = self._publisher.publish()
         return (published.manifest, *published.buckets)
@@ -259,17 +250,22 @@ class WorkerHost:
         self._held.load(manifest, buckets)
         return self._held.digest
 
-    def evaluate(self, conditioning: Mapping[str, PackedTensor]) -> tuple[float, PackedTensor]:
-        """Seconds, and final latents of the held-out prompts. conditioning: theirs, in order."""
+    def evaluate(self, numbers: Sequence[int], real: int, conditioning: Mapping[str, PackedTensor]) -> tuple[float, PackedTensor]:
+        """Seconds, and final latents of the first ``real`` of some held-out prompts; the rest fill up, as in ``generate``.
+
+        numbers: places of the prompts among all held-out ones. conditioning: of all of these. Collective.
+        """
         began, evaluation = time.perf_counter(), self.built.evaluation
         assert evaluation is not None, "evaluations are scheduled only where the recipe has an eval section"
-        count = len(next(iter(conditioning.values())).array)
-        latents = evaluation.generate(unpack_conditioning(conditioning, range(count), self._device))
-        return time.perf_counter() - began, pack(latents)
+        latents = evaluation.generate(unpack_conditioning(conditioning, numbers, self._device), numbers)
+        return time.perf_counter() - began, pack(latents[:real])
 
     def save(self, folder: str, state: Mapping[str, Any], keep_last: int) -> None:
-        """Write a checkpoint of the version that the trainer is at. See checkpointer.write_checkpoint."""
+        """Write a checkpoint of the version that the trainer is at. See checkpointer.write_checkpoint. Collective."""
         assert self._publisher is not None, "the trainer saves"
+        if self._ranks.rank:
+            self._trainer.weights()  # its part in making them whole
+            return
         previous = self._publisher.previous_tensors() if state.get("stale_claims") else None
         write_checkpoint(Path(folder), self._trainer, state, keep_last=keep_last, previous=previous)
 
@@ -298,11 +294,11 @@ class WorkerHost:
             )
 
     def digests(self) -> dict[str, str]:
-        """Digests of parameters, optimizer state and average."""
+        """Digests of parameters, optimizer state and average. Collective."""
         return digests(self._trainer.weights())
 
     def weights_digest(self) -> tuple[int, str]:
-        """Version, and digest of the trained weights as they are published, here: equal on all workers that hold it."""
+        """Version, and digest of the weights as they are published: equal on all workers that hold it. Collective."""
         policy = self.built.policy
         assert policy is not None, "asked of workers with a policy"
         return policy.version, digest_of(policy, wire_dtypes(policy, self._dtype))

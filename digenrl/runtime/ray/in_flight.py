@@ -24,6 +24,8 @@ from digenrl.scheduling.events import Event
 Call = tuple[Process | None, "ObjectRef[Any] | Future[Any]"]
 """Who was called (None: this process), and what it will answer."""
 
+_DOUBT_S = 3.0
+
 GOES_ON: Any = object()
 """What ``finish`` returns when its command is not over yet."""
 
@@ -38,6 +40,8 @@ class Running:
     left: int
     finish: Callable[[list[Any]], Any]
     """Called with all answers, in order of the calls. Returns the outcome of an OptimizerStep, None, or GOES_ON."""
+    doubted: bool = False
+    """An error has come that may be the echo of a death."""
 
 
 class Outcomes:
@@ -131,9 +135,20 @@ class InFlight:
             return self._outcomes.resend(running, process, cause.what)
         if isinstance(cause, DigenError):
             raise worker_exception(name, describe(command), error)
+        if len(self._pool.processes(command.worker)) > 1 and not running.doubted:
+            # Ranks of a trainer fail when one of them dies; the death itself says more, and is heard of in a moment.
+            running.doubted = True
+            self._inbox.after(_DOUBT_S, lambda _: self._still(running, process, incarnation, error))
+            return ()
         self._warn(f"{name}-{describe(command)}-{id(running)}", f"{name} failed while doing {describe(command)}:\n{error}")
         self.forget(command.worker)
         return self._outcomes.failed(running, f"{name}: {short(error)}")
+
+    def _still(self, running: Running, process: Process | None, incarnation: int, error: BaseException) -> Sequence[Event]:
+        """The error is what it seemed, unless its worker was lost meanwhile."""
+        if self._running.get(running.command.worker) is not running:
+            return ()
+        return self._wrong(running, process, incarnation, error)
 
     def _gone(self, running: Running, process: Process | None, incarnation: int, error: str) -> Sequence[Event]:
         assert process is not None, "this process calls itself without Ray"

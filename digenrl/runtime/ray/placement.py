@@ -5,14 +5,17 @@ Ray itself waits without a word for resources that no node has; here every wait 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from digenrl.config.schema import Recipe, Resources
 from digenrl.errors import ConfigError
 from digenrl.ids import WorkerId
-from digenrl.runtime.build import ALL_ROLES, Role
+
+if TYPE_CHECKING:
+    from digenrl.runtime.build import Role  # which loads torch, and `digenrl check` says who does what without it
 
 POOL, TRAINER, DRIVER = WorkerId("pool"), WorkerId("trainer"), WorkerId("driver")
 
@@ -39,19 +42,72 @@ class Rank:
         return f"{self.worker}.{self.index}" if self.index else str(self.worker)
 
 
-def ranks_of(recipe: Recipe, *, gpus: bool) -> list[Rank]:
-    """All worker processes of a recipe, generators first, the trainer last. gpus: whether the cluster has any."""
+_EMULATED_CORES = 0.01
+"""That an emulated worker takes: it sleeps."""
+_SMALLEST_SHARE = 0.25
+"""Of a core, that a rank gets which does not ask for a number of them."""
+
+
+def ranks_of(recipe: Recipe, *, gpus: bool, cores: float | None = None) -> list[Rank]:
+    """All worker processes of a recipe, generators first, the trainer last.
+
+    gpus: whether the cluster has any. cores: how many there are to share out on a private cluster; None on others, where
+    every rank that does not say otherwise takes one.
+    """
+    ranks = _ranks(recipe, gpus=gpus)
+    if recipe.cluster.emulate is not None:
+        return [_emulated(rank) for rank in ranks if rank.index == 0]
+    silent = [rank for rank in ranks if rank.resources["CPU"] is None]
+    share = 1.0
+    if cores is not None and silent:
+        rest = cores - sum(rank.resources["CPU"] or 0.0 for rank in ranks)
+        equal = math.floor(100 * rest / len(silent)) / 100  # rounded up, they would not fit
+        share = min(1.0, equal) if equal >= _SMALLEST_SHARE else 1.0
+    return [_settled(rank, share) for rank in ranks]
+
+
+def _settled(rank: _Draft, share: float) -> Rank:
+    """A rank that takes ``share`` of a core where it does not say otherwise."""
+    wanted = {name: share if amount is None else amount for name, amount in rank.resources.items()}
+    resources = {name: amount for name, amount in wanted.items() if amount}
+    return Rank(worker=rank.worker, index=rank.index, roles=rank.roles, resources=resources, labels=rank.labels, where=rank.where)
+
+
+def _emulated(rank: _Draft) -> Rank:
+    """A process that sleeps in place of all ranks of a worker, wherever there is room."""
+    resources = {"CPU": _EMULATED_CORES}
+    return Rank(worker=rank.worker, index=0, roles=rank.roles, resources=resources, labels={}, where="cluster.emulate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A rank before the cores are shared out; fields as Rank's."""
+
+    worker: WorkerId
+    index: int
+    roles: frozenset[Role]
+    resources: Mapping[str, float | None]
+    labels: Mapping[str, str]
+    where: str
+
+
+def _ranks(recipe: Recipe, *, gpus: bool) -> list[_Draft]:
     cluster = recipe.cluster
     if cluster.placement == "colocated":
-        return [_rank(POOL, 0, ALL_ROLES, cluster.trainer.resources, "cluster.trainer", recipe, gpus=gpus)]
-    ranks: list[Rank] = []
+        everything: frozenset[Role] = frozenset({"encode", "generate", "score", "train"})
+        where, resources = "cluster.trainer", cluster.trainer.resources
+        # As in a replica, one rank encodes.
+        roles_of = [everything, *[everything - {"encode"}] * (cluster.trainer.ranks - 1)]
+        return [_rank(POOL, i, roles, resources, where, recipe, gpus=gpus) for i, roles in enumerate(roles_of)]
+    ranks: list[_Draft] = []
     scores: tuple[Role, ...] = ("score",) if cluster.scorers.placement == "generator" else ()
     replica = 0
     for number, pool in enumerate(cluster.generators):
         for _ in range(pool.replicas):
             for index in range(pool.ranks):
                 # One rank of a replica encodes: conditioning is the same whoever makes it, and text encoders are large.
-                roles = frozenset[Role]({"generate", *scores, *(("encode",) if index == 0 else ())})
+                encodes: tuple[Role, ...] = ("encode",) if index == 0 else ()
+                roles: frozenset[Role] = frozenset({"generate", *scores, *encodes})
                 worker, where = WorkerId(f"generator-{replica}"), f"cluster.generators.{number}"
                 ranks.append(_rank(worker, index, roles, pool.resources, where, recipe, gpus=gpus))
             replica += 1
@@ -59,23 +115,24 @@ def ranks_of(recipe: Recipe, *, gpus: bool) -> list[Rank]:
         for number in range(cluster.scorers.replicas):
             worker = WorkerId(f"scorer-{number}")
             ranks.append(_rank(worker, 0, frozenset({"score"}), cluster.scorers.resources, "cluster.scorers", recipe, gpus=gpus))
-    trains = frozenset[Role]({"generate", "train"})
-    ranks.append(_rank(TRAINER, 0, trains, cluster.trainer.resources, "cluster.trainer", recipe, gpus=gpus))
+    trains: frozenset[Role] = frozenset({"generate", "train"})
+    for index in range(cluster.trainer.ranks):
+        ranks.append(_rank(TRAINER, index, trains, cluster.trainer.resources, "cluster.trainer", recipe, gpus=gpus))
     return ranks
 
 
 def _rank(
     worker: WorkerId, index: int, roles: frozenset[Role], resources: Resources, where: str, recipe: Recipe, *, gpus: bool
-) -> Rank:
+) -> _Draft:
     per_rank = resources.gpus
     if per_rank is None:
         per_rank = 0.0 if recipe.run.device == "cpu" or not (gpus or recipe.run.device == "cuda") else 1.0
     wanted = {"CPU": resources.cpus, "GPU": per_rank, **resources.custom}
-    return Rank(
+    return _Draft(
         worker=worker,
         index=index,
         roles=roles,
-        resources={name: amount for name, amount in wanted.items() if amount},
+        resources=wanted,
         labels=resources.node_labels,
         where=f"{where}.resources",
     )
@@ -92,15 +149,16 @@ def reserve(ranks: Sequence[Rank], *, timeout_s: float, may_grow: bool) -> Any:
 
     lacking = missing(ranks, ray.nodes())
     if lacking and not may_grow:
-        raise _no_room(ranks, lacking, timeout_s=0.0)
+        raise _no_room(ranks, lacking, ray.cluster_resources(), timeout_s=0.0)
     selectors: dict[str, Any] = {}
     if any(rank.labels for rank in ranks):
         selectors["bundle_label_selector"] = [dict(rank.labels) for rank in ranks]
     group = placement_group([dict(rank.resources) for rank in ranks], strategy="PACK", **selectors)
     if not group.wait(timeout_s):
-        lacking = missing(ranks, ray.nodes(), ray.available_resources())
+        free = ray.available_resources()
+        lacking = missing(ranks, ray.nodes(), free)
         remove_placement_group(group)
-        raise _no_room(ranks, lacking, timeout_s=timeout_s)
+        raise _no_room(ranks, lacking, free, timeout_s=timeout_s)
     return group
 
 
@@ -143,11 +201,26 @@ def _amount(value: float) -> str:
     return f"{value:g}"
 
 
-def _no_room(ranks: Sequence[Rank], lacking: Sequence[str], *, timeout_s: float) -> ConfigError:
+def _no_room(ranks: Sequence[Rank], lacking: Sequence[str], have: Mapping[str, float], *, timeout_s: float) -> ConfigError:
+    shares = sharing(ranks, have)
     waited = f" within cluster.start_timeout_s={timeout_s:g}" if timeout_s else ""
     wanted = "; ".join(lacking[:6]) or "room for all of them at once: other work holds it"
     return ConfigError(
         f"The cluster has no room for {len(ranks)} workers{waited}. Needed: {wanted}.",
         why="Every rank of every pool is a process of its own, and all of them have to run at once.",
-        fix="Use fewer replicas, or let ranks share: cluster.generators.0.resources.cpus=0.5 (gpus=0.5).",
+        fix=f"Use fewer replicas, or let ranks share: {' '.join(shares)}." if shares else "Use fewer replicas, or add nodes.",
     )
+
+
+def sharing(ranks: Sequence[Rank], have: Mapping[str, float]) -> list[str]:
+    """Overrides under which all ranks fit by sharing cores and GPUs; none where something else is missing, or all is in use."""
+    need, found = _total([rank.resources for rank in ranks]), []
+    for name, key in (("CPU", "cpus"), ("GPU", "gpus")):
+        if need.get(name, 0.0) <= have.get(name, 0.0):
+            continue
+        for where, amount in {rank.where: rank.resources.get(name, 0.0) for rank in ranks}.items():
+            share = math.floor(100 * amount * have.get(name, 0.0) / need[name]) / 100  # rounded up, they would not fit
+            if amount and not share:
+                return []
+            found += [f"{where}.{key}={_amount(share)}"] if amount else []
+    return found

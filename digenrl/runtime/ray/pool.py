@@ -26,57 +26,63 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from digenrl.config.loader import recipe_from_plain
-from digenrl.config.schema import Recipe
+from digenrl.config.schema import Recipe, TrainerPool
 from digenrl.errors import DigenError, WorkerError
 from digenrl.ids import WorkerId
 from digenrl.runtime.build import Role
-from digenrl.runtime.ray.host import Hello, WorkerHost
+from digenrl.runtime.ray.answers import Hello
+from digenrl.runtime.ray.host import WorkerHost
 from digenrl.runtime.ray.placement import Rank
+from digenrl.runtime.ray.shell import ActorShell, as_actor
+from digenrl.training.group import ALONE, TrainerGroup, join_group
+from digenrl.weight_sync.transport import Address, Listener, open_store
 
 _STARTS = 5
 """Starts in a row that may fail before a worker is left dead."""
 _RESTART_PAUSE_S = 1.0
 
 
-class WorkerActor:
-    """The shell around a WorkerHost. Commands run one after the other; signs of life are answered beside them."""
+class WorkerActor(ActorShell):
+    """A WorkerHost as an actor."""
 
     def __init__(self) -> None:
-        self._host: WorkerHost | None = None
+        self._listener: Listener | None = None
+
+    def listen(self) -> Address:
+        """Open a socket at which the ranks of a trainer meet; on rank 0, before ``setup``."""
+        self._listener = Listener(str(ray.util.get_node_ip_address()))
+        return self._listener.address
 
     def setup(
-        self, recipe: dict[str, Any], roles: Sequence[Role], device: str, keep_previous: bool, path: Sequence[str]
+        self,
+        recipe: dict[str, Any],
+        roles: Sequence[Role],
+        device: str,
+        keep_previous: bool,
+        path: Sequence[str],
+        rank: int,
+        meeting: Address | None,
     ) -> tuple[Hello, str]:
-        """Load everything. Returns who this is, and its node's address."""
+        """Load everything. Returns who this is, and its node's address. meeting: of a trainer's ranks, where it has several."""
         # A user's own rewards are imported from where the driver imports them.
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        node = str(ray.util.get_node_ip_address())
-        self._host = WorkerHost(
-            recipe_from_plain(recipe), frozenset(roles), torch.device(device), keep_previous=keep_previous, node_ip=node
+        node, plan = str(ray.util.get_node_ip_address()), recipe_from_plain(recipe)
+        group = ALONE
+        if meeting is not None:
+            group = self._join(plan.cluster.trainer, rank, meeting, torch.device(device))
+        self.host = WorkerHost(
+            plan, frozenset(roles), torch.device(device), keep_previous=keep_previous, node_ip=node, group=group
         )
-        return self._host.hello(), node
+        return self.host.hello(), node
 
-    def run(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the host."""
-        return getattr(self._host, method)(*arguments)
-
-    @ray.method(concurrency_group="io")
-    def run_beside(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the host while it may be at a command; for transfers, which touch no weights in use."""
-        return getattr(self._host, method)(*arguments)
-
-    @ray.method(concurrency_group="io")
-    def ping(self) -> None:
-        """A sign of life."""
-
-    @ray.method(concurrency_group="io")
-    def lives(self) -> None:
-        """Never returns: it fails when the process ends, also when the process has nothing to do."""
-        threading.Event().wait()
-
-
-# No restarts of Ray's own: they come back with empty state, and answer as if nothing had happened.
-_ACTOR: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"io": 4})(WorkerActor)  # type: ignore[call-overload]
+    def _join(self, trainer: TrainerPool, rank: int, meeting: Address, device: torch.device) -> TrainerGroup:
+        if meeting.ip.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        # The server of the store lives as long as this process does.
+        store, self._store_server = open_store(self._listener or meeting, timeout_s=trainer.timeout_s)
+        return join_group(
+            store, rank=rank, size=trainer.ranks, shard=trainer.shard_size, device=device, timeout_s=trainer.timeout_s
+        )
 
 
 @dataclass(slots=True)
@@ -114,9 +120,20 @@ class Inbox:
         """Have ``handler`` called once the future is done."""
         future.add_done_callback(lambda done: self.items.put((handler, done)))
 
+    def after(self, seconds: float, handler: Handler) -> None:
+        """Have ``handler`` called after a while."""
+        pause: Future[Any] = Future()
+        timer = threading.Timer(seconds, pause.set_result, [None])
+        timer.daemon = True
+        timer.start()
+        self.watch(pause, handler)
+
 
 class WorkerPool:
     """All processes of a run."""
+
+    actor: Any = as_actor(WorkerActor)
+    """What each of them is."""
 
     def __init__(self, recipe: Recipe, ranks: Sequence[Rank], group: Any, inbox: Inbox, *, keep_previous: bool) -> None:
         self._recipe = recipe
@@ -125,6 +142,8 @@ class WorkerPool:
         self._keep_previous = keep_previous
         self._processes = [Process(rank) for rank in ranks]
         self._place = {rank.name: place for place, rank in enumerate(ranks)}
+        self._meeting: ObjectRef[Any] | None = None
+        """Where the trainer's ranks meet."""
         self._closed = False
         self.on_lost: Callable[[Rank, str], Sequence[Any]] = _no_events
         """Called when a process is gone; returns events."""
@@ -216,18 +235,30 @@ class WorkerPool:
     def _launch(self, process: Process) -> Future[Any]:
         rank = process.rank
         resources = dict(rank.resources)
-        process.actor = _ACTOR.options(
+        process.actor = self.actor.options(
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._place[rank.name]),
             runtime_env={"env_vars": _environment(self._recipe)},
         ).remote()
+        future: Future[Any] = self.set_up(process).future()
+        return future
+
+    def set_up(self, process: Process) -> ObjectRef[Any]:
+        """Have a process load what it needs; it answers its Hello and its node's address."""
+        rank = process.rank
         device = "cuda" if rank.resources.get("GPU") else "cpu"
         path = [str(Path(entry or ".").resolve()) for entry in ("", *sys.path)]
-        ref = process.actor.setup.remote(self._recipe.to_plain(), sorted(rank.roles), device, self._keep_previous, path)
-        future: Future[Any] = ref.future()
-        return future
+        meeting = None
+        if "train" in rank.roles and self._recipe.cluster.trainer.ranks > 1:
+            if rank.index == 0:
+                self._meeting = process.actor.listen.remote()
+            meeting = self._meeting
+        ref: ObjectRef[Any] = process.actor.setup.remote(
+            self._recipe.to_plain(), sorted(rank.roles), device, self._keep_previous, path, rank.index, meeting
+        )
+        return ref
 
     def _restart(self, process: Process) -> None:
         incarnation = process.incarnation
@@ -239,9 +270,7 @@ class WorkerPool:
             if error is not None:
                 process.failed_starts += 1
                 if process.failed_starts < _STARTS:
-                    pause: Future[Any] = Future()
-                    threading.Timer(_RESTART_PAUSE_S * process.failed_starts, pause.set_result, [None]).start()
-                    self._inbox.watch(pause, lambda _: self._again(process, incarnation))
+                    self._inbox.after(_RESTART_PAUSE_S * process.failed_starts, lambda _: self._again(process, incarnation))
                 return ()
             process.hello, process.node = future.result()
             process.failed_starts = 0
@@ -306,9 +335,7 @@ def short(error: BaseException | None) -> str:
     if isinstance(error, RayTaskError) and error.cause is not None:
         return f"{type(error.cause).__name__}: {next(iter(str(error.cause).splitlines()), '')}"
     if isinstance(error, RayActorError):
-        text = str(error)
-        known = "Worker exit type:"
-        return f"its process ended ({text[text.index(known) :].splitlines()[0][:120]})" if known in text else "its process ended"
+        return "its process ended"
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

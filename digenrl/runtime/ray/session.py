@@ -25,6 +25,9 @@ from digenrl.errors import ConfigError
 from digenrl.runtime.ray.reaper import Reaper
 
 _REACH_TIMEOUT_S = 5.0
+_SETTINGS_FRAME, _FRAME_HEADER_BYTES = 4, 9
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
+"""What a client begins with (RFC 9113, section 3.4): a fixed text, and settings of which there are none."""
 
 
 def loopback() -> str:
@@ -89,7 +92,8 @@ class RaySession:
             raise ConfigError(
                 f"--address {address}: no Ray cluster answers there: {next(iter(str(error).splitlines()), '')}",
                 why="A run needs a cluster that was started with `ray start`, of the same Ray and Python version.",
-                fix="Start one, check RAY_AUTH_TOKEN, or leave --address out to use this machine alone.",
+                fix="Start one, set RAY_AUTH_MODE and RAY_AUTH_TOKEN as its nodes have them, or leave --address out to use this "
+                "machine alone.",
             ) from error
 
     def watch_processes(self) -> None:
@@ -113,13 +117,32 @@ def _check_reachable(address: str) -> None:
             fix="Give HOST:PORT as `ray start --head` printed it, or auto on a node of the cluster.",
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S).close()
+        speaks_grpc = _speaks_grpc(host.strip("[]"), int(port))
     except OSError as error:
         raise ConfigError(
             f"--address {address}: cannot be reached: {error}.",
             why="No worker can be started without it.",
             fix="Check host and port, and that `ray start --head` runs there; leave --address out to use this machine alone.",
         ) from error
+    if not speaks_grpc:
+        raise ConfigError(
+            f"--address {address}: what listens there is not Ray's GCS.",
+            why="It may be the dashboard (8265 by default) or another program; Ray would try to talk to it for minutes.",
+            fix="Give the HOST:PORT that `ray start --head` printed (6379 by default), or auto on a node of the cluster.",
+        )
+
+
+def _speaks_grpc(host: str, port: int) -> bool:
+    """Whether a server greets as HTTP/2 ones do, which gRPC is. Raises OSError where nothing listens."""
+    with socket.create_connection((host, port), timeout=_REACH_TIMEOUT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return True  # it would greet once it knows us
+        try:
+            connection.sendall(_HTTP2_GREETING)
+            answer = connection.recv(_FRAME_HEADER_BYTES, socket.MSG_WAITALL)
+        except OSError:
+            return False
+    return len(answer) == _FRAME_HEADER_BYTES and answer[3] == _SETTINGS_FRAME
 
 
 def _children() -> list[psutil.Process]:

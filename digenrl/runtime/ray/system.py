@@ -20,6 +20,7 @@ from digenrl.runtime.checkpointer import Checkpointer
 from digenrl.runtime.interrupt import Interrupt
 from digenrl.runtime.journal import Journal
 from digenrl.runtime.ledger import Ledger
+from digenrl.runtime.ray.answers import ScoringHost
 from digenrl.runtime.ray.distribution import BroadcastDistribution, Distribution, ObjectStoreDistribution
 from digenrl.runtime.ray.executor import RayExecutor, RemoteTrajectory
 from digenrl.runtime.ray.host import WorkerHost
@@ -38,17 +39,16 @@ class RaySystem:
         self.recipe = recipe
         self.ledger: Ledger[ObjectRef[Any], RemoteTrajectory] = build_ledger(recipe)
         self.held_out = evaluation_prompts(recipe)
-        self.local_scorer: WorkerHost | None = None
-        if recipe.cluster.scorers.placement == "driver" and recipe.cluster.placement == "disaggregated":
-            self.local_scorer = WorkerHost(recipe, frozenset({"score"}), torch.device("cpu"), keep_previous=False)
+        here = recipe.cluster.scorers.placement == "driver" and recipe.cluster.placement == "disaggregated"
+        self.local_scorer: ScoringHost | None = self._scorer_here() if here else None
         session = stack.enter_context(RaySession(address))
         gpus = bool(ray.cluster_resources().get("GPU", 0))
-        self._ranks = ranks_of(recipe, gpus=gpus)
+        cores = float(ray.cluster_resources().get("CPU", 0)) if address is None else None
+        self._ranks = ranks_of(recipe, gpus=gpus, cores=cores)
         group = reserve(self._ranks, timeout_s=recipe.cluster.start_timeout_s, may_grow=address is not None)
         stack.callback(remove_placement_group, group)
         self.inbox = Inbox()
-        keeps = recipe.schedule.max_stale_fraction > 0
-        self.pool = WorkerPool(recipe, self._ranks, group, self.inbox, keep_previous=keeps)
+        self.pool = self._processes(group)
         stack.callback(self.pool.close)
         self.pool.start()
         session.watch_processes()
@@ -60,7 +60,7 @@ class RaySystem:
 
     def describe(self) -> str:
         """See System.describe."""
-        trainer = self._trainer_process().hello
+        trainer = self._trainer()[0].hello
         assert trainer is not None, "loaded"
         pools = ", ".join(f"{count} {kind}" for kind, count in self._kinds().items())
         return f"training {trainer.num_parameters:,} parameters on {trainer.device}; workers: {pools}"
@@ -72,10 +72,10 @@ class RaySystem:
     def begin(self, settings: SchedulerSettings, start: Start, journal: Journal, interrupt: Interrupt, checkpoints: Path) -> Run:
         """See System.begin. All workers hold the version that the run begins with when this returns."""
         self._check_shared(checkpoints)
-        trainer = self._trainer_process()
         if start.checkpoint is not None:
-            self._wait([self.pool.call(trainer, "restore", str(start.checkpoint.path))[0]], "restoring")
-        weights = self._distribution(trainer)
+            path = str(start.checkpoint.path)
+            self._wait([self.pool.call(each, "restore", path)[0] for each in self._trainer()], "restoring")
+        weights = self._distribution()
         if not settings.one_pool:
             version = settings.first_version
             publication: tuple[str, ...] = ("publish",)
@@ -88,10 +88,17 @@ class RaySystem:
         checkpointer = Checkpointer(checkpoints, self.recipe, scheduler, journal)
         return Run(scheduler=scheduler, executor=RayExecutor(self, settings, journal, interrupt, checkpointer, weights))
 
-    def _distribution(self, trainer: Process) -> Distribution:
+    def _processes(self, group: Any) -> WorkerPool:
+        keeps = self.recipe.schedule.max_stale_fraction > 0
+        return WorkerPool(self.recipe, self._ranks, group, self.inbox, keep_previous=keeps)
+
+    def _scorer_here(self) -> ScoringHost:
+        return WorkerHost(self.recipe, frozenset({"score"}), torch.device("cpu"), keep_previous=False)
+
+    def _distribution(self) -> Distribution:
         if self.recipe.cluster.weight_transport == "broadcast":
-            return BroadcastDistribution(self.pool, trainer, self.inbox)
-        return ObjectStoreDistribution(self.pool, trainer)
+            return BroadcastDistribution(self.pool, self._trainer(), self.inbox)
+        return ObjectStoreDistribution(self.pool, self._trainer())
 
     def _workers(self) -> dict[str, Any]:
         """Who there is, for SchedulerSettings."""
@@ -105,8 +112,8 @@ class RaySystem:
         scoring = "pool" if scorers else "generator"
         return {"generators": generators, "trainer": TRAINER, "scoring": scoring, "scorers": scorers}
 
-    def _trainer_process(self) -> Process:
-        return self.pool.all()[-1]
+    def _trainer(self) -> list[Process]:
+        return [each for each in self.pool.all() if "train" in each.rank.roles]
 
     def _generators(self) -> list[Process]:
         return [each for each in self.pool.all() if "generate" in each.rank.roles and "train" not in each.rank.roles]
@@ -123,7 +130,7 @@ class RaySystem:
         probe, token = checkpoints.parent / ".seen-by-the-trainer", secrets.token_hex(8)
         probe.write_text(token, encoding="utf-8")
         try:
-            self._wait([self.pool.call(self._trainer_process(), "check_folder", str(probe.resolve()), token)[0]], "starting")
+            self._wait([self.pool.call(self._trainer()[0], "check_folder", str(probe.resolve()), token)[0]], "starting")
         finally:
             probe.unlink(missing_ok=True)
 
@@ -137,13 +144,6 @@ class RaySystem:
 
 def check_runnable(recipe: Recipe) -> None:
     """Raise ConfigError for what no cluster can run, before one is looked for."""
-    cluster = recipe.cluster
-    if cluster.trainer.ranks > 1:
-        raise ConfigError(
-            f"cluster.trainer.ranks: {cluster.trainer.ranks} trainer ranks cannot be trained with yet.",
-            why="This version trains on one device; more are simulated and planned with the same scheduler.",
-            fix="Use cluster.trainer.ranks=1.",
-        )
     if recipe.run.device.startswith("cuda:"):
         raise ConfigError(
             f"run.device: {recipe.run.device} names one GPU, and Ray gives every worker its own.",

@@ -74,11 +74,11 @@ def test_a_trainer_that_helps_to_generate_leaves_gradient_weights_and_optimizer_
     generator, trainer = pool(tiny_recipe(**changes))
     _, text = generator.encode(PROMPTS)
     _, trajectory, _ = generator.generate(SAMPLES, 0, text)
-    trainer.accumulate((0, 1), advantages(trainer), text, trajectory)
+    trainer.accumulate((0, 1), advantages(trainer), False, text, trajectory)
     trainer.optimizer_step()
     generator.load(*trainer.publish())
     _, trajectory, latents = generator.generate(SAMPLES, 1, text)
-    trainer.accumulate((0, 1), advantages(trainer), text, trajectory)
+    trainer.accumulate((0, 1), advantages(trainer), False, text, trajectory)
     before = state_of(trainer)
     trainer.switch(generating=True)
     _, helped, helped_latents = trainer.generate(SAMPLES, 1, text)
@@ -96,7 +96,7 @@ def test_the_trainer_does_not_generate_while_it_trains_nor_train_while_it_genera
         trainer.generate(SAMPLES, 0, text)
     trainer.switch(generating=True)
     with pytest.raises(ProtocolError, match="generating mode"):
-        trainer.accumulate((0, 1), advantages(trainer), text, trajectory)
+        trainer.accumulate((0, 1), advantages(trainer), False, text, trajectory)
     with pytest.raises(ProtocolError, match="generating mode"):
         trainer.optimizer_step()
 
@@ -121,7 +121,7 @@ def test_the_answers_that_reach_the_driver_do_not_grow_with_the_resolution(tmp_p
         cut_off, text = generator.encode(PROMPTS)
         seconds, trajectory, latents = generator.generate(SAMPLES, 0, text)
         pieces = generator.score(SAMPLES, ONE_PROMPT_EACH, (), latents)
-        trainer.accumulate((0, 1), advantages(trainer), text, trajectory)
+        trainer.accumulate((0, 1), advantages(trainer), False, text, trajectory)
         report = trainer.optimizer_step()
         manifest, *buckets = trainer.publish()
         answers = (

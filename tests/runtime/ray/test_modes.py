@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from digenrl.metrics.log import read_metrics
 from tests.runtime.ray.conftest import DISAGGREGATED, SHARED, TrainSmall
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(400)]
@@ -45,3 +48,18 @@ def test_weights_that_are_broadcast_are_the_weights_of_the_object_store(
     changes = (*DISAGGREGATED, "cluster.generators.0.replicas=2", "cluster.weight_transport=broadcast")
     assert train_small("run", *changes)["digests"] == inline
     assert "sent again" not in capsys.readouterr().out, "the broadcast failed, and the object store had to help out"
+
+
+TWO_RANKS = ("cluster.trainer.ranks=2", "train.timestep_batch_size=4")
+
+
+def test_two_trainer_ranks_give_the_same_weights_in_both_placements_and_those_of_one_rank_to_rounding(
+    train_small: TrainSmall, tmp_path: Path
+) -> None:
+    apart = train_small("apart", *DISAGGREGATED, *TWO_RANKS)
+    together = train_small("together", "cluster.placement=colocated", *SHARED, *TWO_RANKS)
+    assert apart["digests"] == together["digests"]
+    train_small("alone", *DISAGGREGATED, "train.timestep_batch_size=4")
+    norms = {name: [row["grad_norm"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("apart", "alone")}
+    assert norms["apart"][0] == pytest.approx(norms["alone"][0], rel=1e-6)
+    assert norms["apart"] == pytest.approx(norms["alone"], rel=1e-2), "later steps start from weights that AdamW has spread"
