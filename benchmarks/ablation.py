@@ -8,8 +8,8 @@ Without it the shipped tiny model is trained on this machine, a generator and a 
 compared with what `digenrl plan` makes of a measured run. TSP is off where a pass holds one pair for each sample of a group. One
 generator rank has no batch axis, so that mode is left out there.
 
-Modes alternate, repeat by repeat; ratios are taken within a repeat. Step times are those of the steady state (all but the first
-and the last step), from the run's own trace.
+Modes alternate, repeat by repeat; ratios are taken within a repeat, of the median step of the steady state (all but the first and
+the last), from the run's own trace. Simulated runs are as long and are looked at in the same way.
 
     python benchmarks/ablation.py [--emulate hunyuanvideo-32gpu] [--steps N] [--repeats N] [--modes gap tcss ...] [--json]
 """
@@ -161,15 +161,15 @@ def emulate(
     simulated = {mode: _simulated(found, mode, steps, durations) for mode in modes}
     report: dict[str, Any] = {}
     for mode, uses in runs.items():
-        means = [statistics.fmean(steady(use)) for use in uses]
-        naive = [statistics.fmean(steady(use)) for use in runs["naive"]]
-        gains = [base / mean for base, mean in zip(naive, means, strict=True)]
+        usual = [statistics.median(steady(use)) for use in uses]
+        naive = [statistics.median(steady(use)) for use in runs["naive"]]
+        gains = [base / step for base, step in zip(naive, usual, strict=True)]
         expected = simulated[mode] * scale
         wanted = simulated["naive"] / simulated[mode]
         report[mode] = {
             "step_s": spread([second for use in uses for second in steady(use)]),
             "simulated_step_s": expected,
-            "over_simulated": spread([mean / expected for mean in means]),
+            "over_simulated": spread([step / expected for step in usual]),
             "speedup_over_naive": spread(gains),
             "simulated_speedup_over_naive": wanted,
             "speedup_difference": spread([gain / wanted - 1 for gain in gains]),
@@ -197,10 +197,11 @@ def within(rows: Iterable[Mapping[str, Any]]) -> tuple[bool, bool]:
 
 
 def _simulated(found: Preset, mode: Mode, steps: int, durations: str) -> float:
-    """Seconds of a steady step of the preset, in a simulated run of as many steps whose searches know as much."""
+    """Seconds of the median steady step of the preset, in a simulated run of as many steps whose searches know as much."""
     schedule = schedule_of(mode, found.model, found.layout, Options(steps=steps))
     settings = schedule.settings if durations == "known" else dataclasses.replace(schedule.settings, costs=None)
-    return simulate(settings, schedule.costs).step_time_s
+    times = simulate(settings, schedule.costs).step_times_s
+    return statistics.median(times[1:-1] or times)
 
 
 def train_tiny(
@@ -221,12 +222,12 @@ def train_tiny(
         predicted = _predictions(Path(folder) / f"{PROFILED}-0" / "trace.jsonl", recipes, runs)
     report: dict[str, Any] = {}
     for mode, uses in runs.items():
-        means = [statistics.fmean(steady(use)) for use in uses]
-        naive = [statistics.fmean(steady(use)) for use in runs["naive"]]
+        usual = [statistics.median(steady(use)) for use in uses]
+        naive = [statistics.median(steady(use)) for use in runs["naive"]]
         report[mode] = {
             "step_s": spread([second for use in uses for second in steady(use)]),
             "samples_per_second": spread([samples / second for use in uses for second in steady(use)]),
-            "speedup_over_naive": spread([base / mean for base, mean in zip(naive, means, strict=True)]),
+            "speedup_over_naive": spread([base / step for base, step in zip(naive, usual, strict=True)]),
             "predicted_step_s": predicted["modes"].get(mode),
         }
     fastest = min(report, key=lambda mode: report[mode]["step_s"]["median"])

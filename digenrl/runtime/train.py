@@ -170,8 +170,8 @@ def _run(
     if recipe.log.wandb is not None:
         import_wandb()
     console = RunConsole(recipe.train.steps)
-    with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt())
+    with Interrupt() as interrupt, ExitStack() as stack, ExitStack() as before:
+        before.callback(interrupt.calm)  # what the other stack puts away is not to be dropped half-way
         if where.emulated:
             console.say(f"EMULATION of {where.emulated}: no picture is made, nothing is learned")
         system = _open_system(recipe, where, stack)

@@ -17,8 +17,12 @@ from digenrl.errors import ConfigError
 from digenrl.ids import WorkerId
 from digenrl.runtime.emulated import Durations, Emulation
 from digenrl.runtime.train import train
+from digenrl.simulation.costs import SimulationCosts
 from digenrl.simulation.modes import MODES, Mode, Options, schedule_of
 from digenrl.simulation.presets import preset, presets
+from digenrl.simulation.run import simulate
+from digenrl.simulation.source import load_source
+from digenrl.trace.record import TraceWriter
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -145,8 +149,13 @@ def test_a_recipe_that_emulates_is_never_trained_in_earnest(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_dataclasses_of_durations_and_costs_name_the_same_kinds_of_work() -> None:
-    from digenrl.simulation.costs import SimulationCosts
+def test_a_recorded_emulation_stays_one_when_it_is_simulated(tmp_path: Path) -> None:
+    schedule = schedule_of("gap", preset("flux1-32gpu").model, preset("flux1-32gpu").layout, Options(steps=2))
+    with TraceWriter(tmp_path / "trace.jsonl", schedule.settings, source="emulation") as writer:
+        simulate(schedule.settings, schedule.costs, None, writer)
+    assert "of an emulated run" in load_source(str(tmp_path / "trace.jsonl")).label
 
+
+def test_dataclasses_of_durations_and_costs_name_the_same_kinds_of_work() -> None:
     simulated = {field.name for field in dataclasses.fields(SimulationCosts)} - {"tag", "evaluate", "last_share"}
     assert {field.name for field in dataclasses.fields(Durations)} == simulated

@@ -91,16 +91,15 @@ def four(folder: Path, two: list[Found]) -> list[Found]:
 
 @pytest.fixture(scope="module")
 def ways(two: list[Found], four: list[Found]) -> dict[str, list[Found]]:
-    """All that there is, by how many ranks and over how many of them the weights are spread."""
-    found: dict[str, list[Found]] = {}
-    for ranks in (two, four):
-        for name in ranks[0]:
-            found.setdefault(f"{len(ranks)} ranks, shard {name.partition(':')[0]}", [])
-    for way, checks in found.items():
-        size, shard = (int(word.split()[-1].rstrip(",")) for word in (way.replace(" ranks", "").split(",")[0], way))
-        for rank in two if size == 2 else four:
-            checks.append({name.partition(":")[2]: each for name, each in rank.items() if name.startswith(f"{shard}:")})
-    return found
+    """By how many ranks there are and over how many of them weights are spread: what each rank found, by check."""
+    return {
+        f"{len(ranks)} ranks, shard {shard}": [
+            {name.removeprefix(f"{shard}:"): each for name, each in rank.items() if name.startswith(f"{shard}:")}
+            for rank in ranks
+        ]
+        for ranks in (two, four)
+        for shard in (1, 2, 4)
+    }
 
 
 WAYS = ("2 ranks, shard 2", "2 ranks, shard 1", "4 ranks, shard 4", "4 ranks, shard 2")
@@ -128,10 +127,9 @@ def test_all_ranks_have_the_same_weights_after_a_step_of_any_kind(way: str, ways
 def test_weights_momentum_and_average_are_equal_on_all_ranks_after_every_step_and_near_those_of_one_process(
     way: str, ways: dict[str, list[Found]]
 ) -> None:
-    ranks = ways[way]
-    check = "three_steps" if "three_steps" in ranks[0] else "two_steps"
-    for kind, found in ranks[0][check].items():
-        assert all(rank[check][kind]["digests"] == found["digests"] for rank in ranks), kind
+    ranks = [rank.get("three_steps") or rank["two_steps"] for rank in ways[way]]
+    for kind, found in ranks[0].items():
+        assert all(rank[kind]["digests"] == found["digests"] for rank in ranks), kind
         assert found["relative"] <= 1e-6 < 1e-3 < found["change"], kind
 
 
@@ -148,21 +146,16 @@ def test_the_bits_do_not_depend_on_how_groups_are_cut_into_micro_batches(two: li
 
 @pytest.mark.parametrize("way", ["2 ranks, shard 2", "2 ranks, shard 1"])
 def test_what_is_not_finite_or_not_there_ends_as_in_one_process_and_hangs_nobody(way: str, ways: dict[str, list[Found]]) -> None:
-    ranks = ways[way]
-    check = "invalid" if "invalid" in ranks[0] else "few_invalid"
-    for name in ranks[0][check]:
-        for rank in ranks:
-            found = rank[check][name]
-            alone, shared = found["alone"], found["shared"]
-            assert shared.pop("norm") == pytest.approx(alone.pop("norm"), rel=1e-6, nan_ok=True), name
-            assert shared == alone, name
-            assert found["gradient"] <= 1e-5, name
-            assert found["weights of the next step"] <= 1e-6, name
-    outcomes = {name: found["shared"]["outcome"] for name, found in ranks[0][check].items()}
-    assert all(outcome == ("voided" if "infinite" in name else "applied") for name, outcome in outcomes.items()), outcomes
-    if check == "invalid":
-        masked = {name: found["shared"]["nonfinite"] for name, found in ranks[0][check].items() if "NaN latent" in name}
-        assert list(masked.values()) == [1, 1, STEPS]
+    ranks = [rank.get("invalid") or rank["few_invalid"] for rank in ways[way]]
+    for name, found in (each for rank in ranks for each in rank.items()):
+        alone, shared = found["alone"], found["shared"]
+        assert shared.pop("norm") == pytest.approx(alone.pop("norm"), rel=1e-6, nan_ok=True), name
+        assert shared == alone, name
+        assert found["gradient"] <= 1e-5, name
+        assert found["weights of the next step"] <= 1e-6, name
+        assert shared["outcome"] == ("voided" if "infinite" in name else "applied"), name
+    masked = {name: found["shared"]["nonfinite"] for name, found in ranks[0].items() if "NaN latent" in name}
+    assert masked and all(count == (STEPS if "every pair" in name else 1) for name, count in masked.items())
 
 
 def test_gradients_that_wait_give_the_gradient_that_does_not_and_are_brought_together_once(two: list[Found]) -> None:

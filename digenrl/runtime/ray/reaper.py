@@ -1,12 +1,14 @@
 """A process that outlives the driver: whatever ends the driver, nothing of its private cluster is left.
 
-Ray's daemons notice that their driver is gone, but two of their helpers do not. The driver writes the processes of its cluster,
-one JSON list of [pid, creation time] a line, to this one's standard input, which ends when the driver does.
+Ray's daemons notice that their driver is gone, but two of their helpers do not, and neither do workers that are just starting.
+The driver writes the processes of its cluster, one JSON list of [pid, creation time] a line, to this one's standard input, which
+ends when the driver does. What a driver that was killed had no time to name is known by its log files in the cluster's folder.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -20,7 +22,10 @@ from typing import IO, Self
 import psutil
 
 _PATIENCE_S = 3.0
+_PATIENCE_WITH_ORPHANS_S = 1.0
 _END_TIMEOUT_S = 15.0
+_GOODBYE = "null\n"
+"""Last line of a driver that ends in good order, and has named all that there is."""
 
 
 class Reaper:
@@ -44,24 +49,26 @@ class Reaper:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         assert self._process is not None and self._process.stdin is not None, "entered"
+        self._process.stdin.write(_GOODBYE)
         self._process.stdin.close()
         self._process.wait(_END_TIMEOUT_S)
 
 
-def reap(folder: Path, lines: IO[str]) -> None:
+def reap(folder: Path, driver: int, lines: IO[str]) -> None:
     """Wait until ``lines`` end; then end the processes of the last line that are still there, and remove the folder."""
-    newest = "[]"
+    newest, orderly = "[]", False
     for line in lines:
-        newest = line
+        newest, orderly = (newest, True) if line == _GOODBYE else (line, False)
     wanted = {(int(pid), float(created)) for pid, created in json.loads(newest)}
-    deadline = time.monotonic() + _PATIENCE_S  # most end by themselves, in good order
-    while (left := _alive(wanted)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + (_PATIENCE_S if orderly else _PATIENCE_WITH_ORPHANS_S)  # most end by themselves, in good order
+    while (left := [*_alive(wanted), *(() if orderly else _writers(folder, driver))]) and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in left:
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+    psutil.wait_procs(left, timeout=_PATIENCE_S)  # what still runs could make the folder anew
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -77,6 +84,20 @@ def _alive(wanted: set[tuple[int, float]]) -> list[psutil.Process]:
     return found
 
 
+def _writers(folder: Path, driver: int) -> list[psutil.Process]:
+    """Processes that have a file of the folder open, other than to read it, as people do who look at a log; but the driver."""
+    if not psutil.LINUX:
+        return []
+    return [process for process in psutil.process_iter() if process.pid != driver and _writes(process, folder)]
+
+
+def _writes(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return any(file.mode != "r" and folder in Path(file.path).parents for file in process.open_files())
+    except psutil.Error:
+        return False  # gone meanwhile, or another user's
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    reap(Path(sys.argv[1]), sys.stdin)
+    reap(Path(sys.argv[1]), os.getppid(), sys.stdin)

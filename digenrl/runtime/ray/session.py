@@ -22,6 +22,7 @@ import psutil
 import ray
 
 from digenrl.errors import ConfigError
+from digenrl.runtime.interrupt import StopRequested
 from digenrl.runtime.ray.reaper import Reaper
 
 _REACH_TIMEOUT_S = 5.0
@@ -55,6 +56,10 @@ class RaySession:
         kept = signal.getsignal(signal.SIGTERM)
         try:
             self._start() if self._address is None else self._connect(self._address)
+        except (SystemExit, StopRequested) as stop:
+            # A signal; ray.init has a handler of its own for SIGTERM. Broken off, Ray would crash at its shutdown, so nothing is
+            # shut down here: nothing of the run is written yet, and the reaper ends what there is of the cluster.
+            os._exit(stop.exit_code if isinstance(stop, StopRequested) else 128 + signal.SIGTERM)
         except BaseException:
             self._stop()
             raise
@@ -104,8 +109,11 @@ class RaySession:
 
     def _stop(self) -> None:
         if not self._borrowed:
-            ray.shutdown()
-        self._stack.close()
+            self.watch_processes()  # of a start that failed, Ray itself does not know them all
+            try:
+                ray.shutdown()
+            finally:
+                self._stack.close()
 
 
 def _check_reachable(address: str) -> None:

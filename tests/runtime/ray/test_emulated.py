@@ -11,8 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
+from digenrl.cli.emulation import emulation_of
 from digenrl.cli.trace import run as show_trace
 from digenrl.cli.train import run as train_verb
+from digenrl.config.loader import load_recipe
 from digenrl.ids import SampleId
 from digenrl.metrics.log import read_metrics
 from digenrl.runtime.emulated import reward_of
@@ -107,9 +109,6 @@ def test_commands_take_their_durations_and_little_more(run: Run) -> None:
     scale = 0.002  # a generation of 184 ms: what Ray adds is small beside it, even on a busy machine
     trace = trace_of(run(emulate(time_scale=scale), "train.steps=2", "schedule.tag=never"))
     measured = costs_of_trace(trace, "trace")
-    from digenrl.cli.emulation import emulation_of
-    from digenrl.config.loader import load_recipe
-
     emulation = emulation_of(load_recipe(QUICKSTART, [*SIZES, emulate(time_scale=scale)]))
     assert emulation is not None
     generator, trainer = (emulation.costs.plan(name, 0).durations for name in trace.settings.workers)
@@ -166,6 +165,7 @@ def test_a_worker_that_dies_is_started_anew_and_its_work_done_once(run: Run) -> 
 
 
 def test_the_processes_of_emulated_workers_stay_small(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray must not be imported before the session is prepared.
     from digenrl.runtime.ray.executor import RayExecutor
 
     maps: list[str] = []

@@ -106,6 +106,7 @@ def test_killed_generators_change_no_number(tmp_path: Path) -> None:
     assert events(trace, WorkerLost)
 
 
+@pytest.mark.slow
 def test_a_run_whose_only_generator_is_killed_goes_on_with_the_trainer_and_takes_it_back(tmp_path: Path) -> None:
     trace = survive(tmp_path, "generator", 1, 24, seed=int(time.time()))
     assert events(trace, WorkerJoined)

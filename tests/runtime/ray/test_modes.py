@@ -37,11 +37,16 @@ def inline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return digests
 
 
-@pytest.mark.parametrize("mode", MODES)
+FAST = ("colocated", "naive", "BTS+, two generators", "scoring in the driver")
+"""The most unlike ones; the others run with the slow tests."""
+
+
+@pytest.mark.parametrize("mode", [mode if mode in FAST else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES])
 def test_every_mode_gives_the_weights_of_one_process(mode: str, inline: dict[str, str], train_small: TrainSmall) -> None:
     assert train_small("run", *MODES[mode])["digests"] == inline
 
 
+@pytest.mark.slow
 def test_weights_that_are_broadcast_are_the_weights_of_the_object_store(
     inline: dict[str, str], train_small: TrainSmall, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_step_that_was_begun_with_the_version_before_comes_out_the_same_after_
     assert sorted(stale) == claims(run, version)
 
 
+@pytest.mark.slow
 def test_a_run_of_fewer_steps_than_its_staleness_reaches_ends_after_a_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small_recipe(run, *STALE, "train.steps=1"))
