@@ -87,10 +87,9 @@ def _surrogate(rig: Any, trajectory: Any, advantages: Any) -> float:
 
 def test_the_kl_to_the_starting_model_is_zero_at_first_and_positive_after_an_update(dynamics: str, make_rig: MakeRig) -> None:
     rig = make_rig(**sections(dynamics, kl_beta=0.01))
-    trajectory = rig.trajectory()
     kl = []
     for _ in range(2):
-        rig.trainer.accumulate(trajectory, rig.conditioning(), rig.advantages(*REWARDS))
+        rig.trainer.accumulate(rig.trajectory(), rig.conditioning(), rig.advantages(*REWARDS))
         kl.append(rig.trainer.optimizer_step().metrics["kl_reference"])
     assert kl[0] == 0.0
     assert kl[1] > 0.0
