@@ -130,7 +130,8 @@ class BroadcastDistribution(ObjectStoreDistribution):
     def give_up(self, process: Process, version: int) -> bool:
         """See Distribution.give_up."""
         self._broken = True
-        return self._versions[version].receivers.pop(process.rank.name, None) is not None
+        published = self._versions.get(version)
+        return published is not None and published.receivers.pop(process.rank.name, None) is not None
 
     def _broadcast(self, manifest: ObjectRef[Any], receivers: Sequence[Process]) -> None:
         members = {process.rank.name: process.incarnation for process in receivers}

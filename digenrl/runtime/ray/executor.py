@@ -407,6 +407,9 @@ class RayExecutor(Outcomes):
         if self._weights.give_up(process, command.policy_version):
             self._load(command)
             return ()
+        if not self._weights.has(command.policy_version):
+            # The others have gone on while this was on its way: the newest version is loaded instead.
+            return (CommandFailed(at_us=self.now_us(), command=command, error=error, untouched=True),)
         return self.failed(running, error)
 
     def input_lost(self, running: Running, lost: str, error: str) -> Sequence[Event]:

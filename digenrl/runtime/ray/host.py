@@ -85,8 +85,8 @@ class WorkerHost:
         self._listener: tuple[int, Listener] | None = None
         self._group: tuple[int, BroadcastGroup] | None = None
         self._arrival = threading.Condition()
-        self._received: dict[int, tuple[NDArray[np.uint8], ...]] = {}
-        """Versions that a broadcast has brought and nobody has loaded; the newest alone."""
+        self._received: dict[int, tuple[NDArray[np.uint8], ...] | None] = {}
+        """Versions that a broadcast has brought (None: has failed to bring) and nobody has loaded; the newest alone."""
 
     def hello(self) -> Hello:
         """Who is here."""
@@ -203,21 +203,25 @@ class WorkerHost:
         with self._transfers:
             self._enter_group(epoch, rank, size, address)
             assert self._group is not None, "entered"
-            buckets = self._group[1].receive(manifest)
-        with self._arrival:
-            self._received = {manifest.version: buckets}
-            self._arrival.notify_all()
+            buckets: tuple[NDArray[np.uint8], ...] | None = None
+            try:
+                buckets = self._group[1].receive(manifest)
+            finally:
+                with self._arrival:
+                    self._received = {manifest.version: buckets}
+                    self._arrival.notify_all()
 
     def load_received(self, manifest: Publication) -> str:
         """As ``load``, of what a broadcast has brought, or brings. Raises TransportFailed when it does not come."""
         with self._arrival:
-            if not self._arrival.wait_for(lambda: manifest.version in self._received, timeout=TRANSFER_TIMEOUT_S):
+            self._arrival.wait_for(lambda: manifest.version in self._received, timeout=TRANSFER_TIMEOUT_S)
+            buckets = self._received.pop(manifest.version, None)
+            if buckets is None:
                 raise TransportFailed(
-                    f"Version {manifest.version} of the weights has not arrived within {TRANSFER_TIMEOUT_S:g} s.",
+                    f"Version {manifest.version} of the weights has not arrived, or not within {TRANSFER_TIMEOUT_S:g} s.",
                     why="A member of the broadcast died or stalled.",
                     fix="It is sent through the object store instead.",
                 )
-            buckets = self._received.pop(manifest.version)
         return self.load(manifest, *buckets)
 
     def _staged_buckets(self, manifest: Publication) -> tuple[NDArray[np.uint8], ...]:

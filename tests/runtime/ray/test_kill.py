@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,15 +83,18 @@ def events(trace: Trace, kind: type) -> list[object]:
     return [event for entry in trace.entries for event in entry.events if isinstance(event, kind)]
 
 
-def survive(tmp_path: Path, kind: str, kills: int, steps: int, *changes: str, seed: int) -> Trace:
-    """Train once undisturbed in one process and once on a cluster under fire; same digests. Returns the trace of the latter."""
+def survive(tmp_path: Path, kind: str, kills: int, steps: int, *changes: str, seed: int, calm: Any = None) -> Trace:
+    """Train once undisturbed in one process and once on a cluster under fire; same digests. Returns the trace of the latter.
+
+    calm: digests of the undisturbed run, where they are known.
+    """
     print(f"kill points are drawn from seed {seed}")
-    calm = train(small_recipe(tmp_path / "calm", f"train.steps={steps}"))
+    calm = calm or train(small_recipe(tmp_path / "calm", f"train.steps={steps}"))["digests"]
     run = tmp_path / "fire"
     with Killer(run, kind, kills, seed) as killer:
         under_fire = train(small_recipe(run, *DISAGGREGATED, f"train.steps={steps}", *changes))
     assert len(killer.killed) == kills, f"the run was over after {len(killer.killed)} kills: {killer.killed}"
-    assert under_fire["digests"] == calm["digests"]
+    assert under_fire["digests"] == calm
     trace = read_trace(run / "trace.jsonl")
     check_trace(trace)
     assert events(trace, WorkerLost)
@@ -112,12 +116,23 @@ def test_a_run_whose_only_generator_is_killed_goes_on_with_the_trainer_and_takes
     assert events(trace, WorkerJoined)
 
 
-@pytest.mark.slow
-def test_twenty_killed_generators_change_no_number(tmp_path: Path) -> None:
-    # By broadcast: one that a generator dies in fails for the other, which takes the weights from the object store.
-    survive(tmp_path, "generator", 20, 250, TWO_GENERATORS, "cluster.weight_transport=broadcast", seed=int(time.time()))
+LONG = 100
+
+
+@pytest.fixture(scope="module")
+def long_calm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Digests of a long run that nothing happens to."""
+    return train(small_recipe(tmp_path_factory.mktemp("calm") / "run", f"train.steps={LONG}"))["digests"]
 
 
 @pytest.mark.slow
-def test_ten_killed_scorers_change_no_number(tmp_path: Path) -> None:
-    survive(tmp_path, "scorer", 10, 120, POOL, seed=int(time.time()))
+@pytest.mark.parametrize("round_", range(4))
+def test_twenty_killed_generators_change_no_number(round_: int, tmp_path: Path, long_calm: Any) -> None:
+    changes = (TWO_GENERATORS, "schedule.max_attempts=20")
+    survive(tmp_path, "generator", 5, LONG, *changes, seed=int(time.time()) + round_, calm=long_calm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("round_", range(2))
+def test_ten_killed_scorers_change_no_number(round_: int, tmp_path: Path, long_calm: Any) -> None:
+    survive(tmp_path, "scorer", 5, LONG, POOL, "schedule.max_attempts=20", seed=int(time.time()) + round_, calm=long_calm)

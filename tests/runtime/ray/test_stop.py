@@ -140,6 +140,6 @@ def test_a_run_whose_trainer_is_killed_names_it_leaves_nothing_and_goes_on(tmp_p
         left_s = driver.remains.wait_until_gone(LEFT_S)
         print(f"seed {seed}: ended within {took_s:.1f} s, nothing left {left_s:.1f} s later")
         assert driver.exit_code == 3, driver.stderr
-        assert "the trainer trainer was lost" in driver.stderr
+        assert "the trainer was lost: trainer: its process ended" in driver.stderr
         assert "Traceback" not in driver.stderr
     assert goes_on_to(run, tmp_path / "log-last") == undisturbed
