@@ -103,7 +103,10 @@ def real_recipe(mode: Mode, *, steps: int, tiny: bool = False) -> Recipe:
     recipe = load_recipe(QUICKSTART, [*_quiet(steps), *changes_of(mode), *(small if tiny else [])])
     pairs = "all" if has_tsp(mode) else recipe.rollout.num_generations
     ranks = 2 if mode.startswith("colocated") else 1
-    changes = [f"train.timestep_batch_size={pairs}", f"cluster.trainer.ranks={ranks}"]
+    # What two ranks share: a model as small as this is held whole by each, and half a micro-batch fills a forward pass.
+    share = recipe.groups_in_micro_batch * recipe.rollout.num_generations // 2
+    changes = ["cluster.trainer.shard=1", f"rollout.forward_batch_size={share}"]
+    changes += [f"train.timestep_batch_size={pairs}", f"cluster.trainer.ranks={ranks}"]
     return load_recipe(QUICKSTART, [*_quiet(steps), *changes_of(mode), *(small if tiny else []), *changes])
 
 

@@ -51,16 +51,17 @@ class Variant:
 
     pairs: int
     """In a pass."""
-    accumulate: str
+    accumulate: str = ""
+    """As in a recipe; empty for one process, which has nothing to gather."""
 
     @property
     def name(self) -> str:
         """For people and for keys."""
-        return f"K={self.pairs} {self.accumulate}"
+        return f"K={self.pairs} {self.accumulate}".strip()
 
 
 def variants(job: Job) -> list[Variant]:
-    modes = ("sharded", "unsharded") if job.ranks > 1 else ("sharded",)
+    modes = ("sharded", "unsharded") if job.ranks > 1 else ("",)
     return [Variant(pairs, mode) for mode in modes for pairs in job.sizes]
 
 
@@ -197,7 +198,7 @@ def _recipe(job: Job, variant: Variant) -> Any:
             },
             "algorithm": {"type": "flow_grpo"},
             "rewards": [{"type": "jpeg"}],
-            "train": {"steps": 1, "timestep_batch_size": variant.pairs, "accumulate": variant.accumulate},
+            "train": {"steps": 1, "timestep_batch_size": variant.pairs, "accumulate": variant.accumulate or "sharded"},
         }
     )
 
@@ -295,7 +296,7 @@ def report(runs: Sequence[dict[str, Any]]) -> None:
     for run in runs:
         ranks = "one process" if run["ranks"] == 1 else f"{run['ranks']} FSDP ranks"
         print(f"\n{ranks}, {run['tokens']} tokens, {run['parameters'] / 1e6:.2f} million weights, {run['repeats']} repeats")
-        references = [name for name in run["variants"] if name.startswith("K=1 ")]
+        references = [name for name in run["variants"] if name.split()[0] == "K=1"]
         print(f"{'':16}{'ms, median (middle half)':>28}{'MiB':>8}" + "".join(f"{'x ' + name:>26}" for name in references))
         for name, found in run["variants"].items():
             line = f"{name:16}{_shown(found['seconds'], 1e3, 0):>28}{found['peak_mib_above_rest']:>8.0f}"

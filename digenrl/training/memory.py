@@ -69,12 +69,14 @@ class _ProcessMeter:
         return int(psutil.Process().memory_info().rss)
 
     def peak_bytes(self) -> int:
-        if sys.platform != "linux":
-            import resource
+        import resource
 
-            return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # bytes on macOS
-        status = (_PROCESS / "status").read_text(encoding="ascii", errors="replace")
-        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+        if sys.platform == "linux":
+            for line in (_PROCESS / "status").read_text(encoding="ascii", errors="replace").splitlines():
+                if line.startswith("VmHWM:"):
+                    return 1024 * int(line.split()[1])
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most
 
     def total_bytes(self) -> int:
         return int(psutil.virtual_memory().total)

@@ -11,7 +11,7 @@ import gc
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -32,6 +32,7 @@ from digenrl.training.ema import Ema
 from digenrl.training.group import ALONE, TrainerGroup, one_of_several, spread_like, whole, whole_on_first
 from digenrl.training.memory import memory_meter
 from digenrl.training.optim import bytes_to_come, learning_rate, make_optimizer
+from digenrl.training.pairs import Pairs, gather_pairs, one_ahead
 from digenrl.training.policy import Policy
 from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch, share_of_rank
 
@@ -80,43 +81,6 @@ def merged_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pairs:
-    """The tensors of N pairs, on the device."""
-
-    latents: Tensor
-    next_latents: Tensor
-    timesteps: Tensor
-    sigma: Tensor
-    sigma_next: Tensor
-    noise_levels: Tensor
-    old_log_prob: Tensor
-    advantages: Tensor
-    real: Tensor
-    """[n] int64, the rows that are not padding, ascending."""
-
-    def without(self, bad: Tensor) -> _Pairs:
-        """The same pairs, with those of ``real`` that are ``bad`` [n] bool turned into harmless padding.
-
-        All padding is cleared, because it repeats a real pair: 0 times a NaN activation would still poison the gradient.
-        """
-        return self._only(self.real[~bad])
-
-    def without_any(self) -> _Pairs:
-        """Padding alone."""
-        return self._only(self.real[:0])
-
-    def _only(self, kept: Tensor) -> _Pairs:
-        padding = torch.ones(len(self.latents), dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
-        latent_padding = padding.view(-1, *(1 for _ in self.latents.shape[1:]))
-        return replace(
-            self,
-            latents=self.latents.masked_fill(latent_padding, 0.0),
-            next_latents=self.next_latents.masked_fill(latent_padding, 0.0),
-            real=kept,
-        )
-
-
 class Trainer:
     """Updates one policy with one algorithm."""
 
@@ -139,7 +103,7 @@ class Trainer:
         self._pairs = 0
         self._nonfinite_pairs = 0
         self._unsharded = group.mesh is not None and recipe.train.accumulate == "unsharded"
-        self._unreduced: tuple[_Pairs, Conditioning] | None = None
+        self._unreduced: tuple[Pairs, Conditioning] | None = None
         """The last pass, where gradients wait on their ranks to be summed up (``train.accumulate: unsharded``)."""
         self._metrics: list[dict[str, Tensor]] = []
         self._stale_metrics: list[dict[str, Tensor]] = []
@@ -180,10 +144,13 @@ class Trainer:
             values[number * group_size : (number + 1) * group_size] = torch.from_numpy(its.values).float()
             batches = list(pack_pairs(rows, trained_steps, batch_size))
             mine += [(number, batch) for batch in share_of_rank(batches, self._group.rank, ranks)]
-        for place, (number, batch) in enumerate(mine):
+        prepared = one_ahead(
+            (batch for _, batch in mine), lambda batch: self._gather(trajectory, batch, values), self.policy.adapter.device
+        )
+        for place, ((number, _), pairs) in enumerate(zip(mine, prepared, strict=True)):
             text = conditioning.select(torch.tensor([number]).expand(batch_size))
             more = more_to_come or place < len(mine) - 1
-            self._pass(self._gather(trajectory, batch, values), text, metrics, more=more)
+            self._pass(pairs, text, metrics, more=more)
 
     def choose_batch_size(self, trajectory: Trajectory, conditioning: Conditioning) -> BatchSize | None:
         """With ``train.timestep_batch_size: auto``, measure how many pairs fit into a pass; None where that is known. Collective.
@@ -289,25 +256,10 @@ class Trainer:
             parameter = self.policy.parameters[name]
             self.optimizer.state[parameter] = {kind: spread_like(parameter, tensor) for kind, tensor in state.items()}
 
-    def _gather(self, trajectory: Trajectory, batch: PairBatch, advantages: Tensor) -> _Pairs:
-        """The tensors of a batch. One that is padding alone is cleared: another rank masks what may not be finite in it."""
-        device = self.policy.adapter.device
-        steps = trajectory.denoising_steps[batch.rows, batch.slots].cpu()
-        rows, slots = batch.rows.to(trajectory.latents.device), batch.slots.to(trajectory.latents.device)
-        pairs = _Pairs(
-            latents=trajectory.latents[rows, slots].to(device),
-            next_latents=trajectory.next_latents[rows, slots].to(device),
-            timesteps=self._schedule.timesteps[steps].to(device),
-            sigma=self._schedule.sigmas[steps].to(device),
-            sigma_next=self._schedule.sigmas[steps + 1].to(device),
-            noise_levels=trajectory.noise_levels[batch.rows, batch.slots].to(device),
-            old_log_prob=trajectory.log_probs[rows, slots].to(device),
-            advantages=advantages[batch.rows].to(device),
-            real=batch.weights.nonzero().flatten().to(device),
-        )
-        return pairs if len(pairs.real) else pairs.without_any()
+    def _gather(self, trajectory: Trajectory, batch: PairBatch, advantages: Tensor) -> Pairs:
+        return gather_pairs(trajectory, batch, advantages, self._schedule, self.policy.adapter.device)
 
-    def _pass(self, pairs: _Pairs, text: Conditioning, metrics: list[dict[str, Tensor]], *, more: bool) -> None:
+    def _pass(self, pairs: Pairs, text: Conditioning, metrics: list[dict[str, Tensor]], *, more: bool) -> None:
         """Add the gradient of one batch, on all ranks. more: whether another pass follows before the optimizer step."""
         if not self._unsharded:
             self._backward(pairs, text, metrics)
@@ -324,17 +276,11 @@ class Trainer:
         """A pass as large as one of so many pairs, whose gradient is of no use: its first pair, over and over."""
         rows = torch.zeros(pairs, dtype=torch.int64)
         first = self._gather(trajectory, PairBatch(rows, rows, torch.ones(pairs)), torch.ones(len(trajectory.samples)))
-        clean = replace(
-            first,
-            latents=first.latents.nan_to_num(0.0, 0.0, 0.0),
-            next_latents=first.next_latents.nan_to_num(0.0, 0.0, 0.0),
-            old_log_prob=first.old_log_prob.nan_to_num(0.0, 0.0, 0.0),
-        )
         with one_of_several(self.policy.adapter.transformer, more=more) if self._unsharded else nullcontext():
-            inputs = self._inputs(clean, conditioning.select(rows))
+            inputs = self._inputs(first.cleaned(), conditioning.select(rows))
             self._loss(inputs).loss.sum().backward()  # type: ignore[no-untyped-call]
 
-    def _backward(self, pairs: _Pairs, text: Conditioning, metrics: list[dict[str, Tensor]]) -> None:
+    def _backward(self, pairs: Pairs, text: Conditioning, metrics: list[dict[str, Tensor]]) -> None:
         """Add the gradient of the finite pairs; every round masks at least one more, so this ends."""
         while len(pairs.real) or self._group.mesh is not None:
             bad, done = self._try_backward(pairs, text, metrics)
@@ -343,7 +289,7 @@ class Trainer:
             self._nonfinite_pairs += int(bad.sum())
             pairs = pairs.without(bad)
 
-    def _try_backward(self, pairs: _Pairs, text: Conditioning, metrics: list[dict[str, Tensor]]) -> tuple[Tensor, bool]:
+    def _try_backward(self, pairs: Pairs, text: Conditioning, metrics: list[dict[str, Tensor]]) -> tuple[Tensor, bool]:
         """Add the gradient of all pairs of all ranks, or of none if one of them is not finite; whether it was added.
 
         Also which of this rank's are not finite: [n] bool, as ``real``. A method of its own, so that a failed round's graph is
@@ -375,7 +321,7 @@ class Trainer:
             )
         return out
 
-    def _inputs(self, pairs: _Pairs, text: Conditioning) -> LossInputs:
+    def _inputs(self, pairs: Pairs, text: Conditioning) -> LossInputs:
         """What the algorithm needs of the pairs that are not padding; the forward pass has the padding's rows too."""
         step, real = self._step(pairs, text), pairs.real
         reference_mean = None
@@ -393,7 +339,7 @@ class Trainer:
             reference_mean=reference_mean,
         )
 
-    def _step(self, pairs: _Pairs, text: Conditioning) -> StepDistribution:
+    def _step(self, pairs: Pairs, text: Conditioning) -> StepDistribution:
         velocity = self.policy.adapter.predict(pairs.latents, pairs.timesteps, text, self._guidance)
         sigma_1 = self._schedule.sigmas[1].to(velocity.device)
         return self._algorithm.dynamics.step(pairs.latents, velocity, pairs.sigma, pairs.sigma_next, sigma_1, pairs.noise_levels)

@@ -35,7 +35,7 @@ def warnings_of(*changes: str) -> tuple[str, ...]:
 
 
 def test_a_run_in_one_process_has_no_workers_to_tell_of() -> None:
-    assert lines_of() == []
+    assert lines_of("cluster.placement=inline") == []
 
 
 def test_two_pools_are_told_with_what_each_does_and_takes() -> None:
@@ -81,7 +81,9 @@ def test_check_prints_the_workers_and_has_them_in_json() -> None:
     assert "\n  generator-0: encode, generate, score; takes " in told
     plain = json.loads(CliRunner().invoke(app, ["check", QUICKSTART, POOLS, "--json"]).output)
     assert [worker["name"] for worker in plain["workers"]] == ["generator-0", "trainer"]
-    assert "workers" not in json.loads(CliRunner().invoke(app, ["check", QUICKSTART, "--json"]).output)
+    assert "workers" not in json.loads(
+        CliRunner().invoke(app, ["check", QUICKSTART, "cluster.placement=inline", "--json"]).output
+    )
 
 
 def test_the_pool_that_does_everything_has_all_roles() -> None:

@@ -436,14 +436,15 @@ def test_check_says_how_samples_fall_onto_ranks_and_what_unevenness_costs(digenr
 
 
 def test_an_address_is_refused_for_a_run_in_one_process(digenrl: Call, tmp_path: Path) -> None:
-    answer = digenrl("train", QUICKSTART, f"run.output_dir={tmp_path / 'run'}", "--address", "127.0.0.1:6379")
+    alone = ("cluster.placement=inline", f"run.output_dir={tmp_path / 'run'}")
+    answer = digenrl("train", QUICKSTART, *alone, "--address", "127.0.0.1:6379")
     assert answer.code == 2
     assert "cluster.placement=disaggregated" in answer.err
 
 
 @pytest.mark.parametrize("override", ["schedule.tag=greedy", "schedule.max_stale_fraction=0.25"])
 def test_tag_and_staleness_need_a_trainer_of_their_own(digenrl: Call, override: str) -> None:
-    answer = digenrl("check", QUICKSTART, override)
+    answer = digenrl("check", QUICKSTART, "cluster.placement=inline", override)
     assert answer.code == 2
     assert "cluster.placement" in answer.err
 
@@ -457,7 +458,7 @@ def test_an_image_larger_than_the_model_can_draw_is_refused_before_it_is_loaded(
 def test_pools_of_their_own_default_to_bts_plus_and_one_process_to_never() -> None:
     from digenrl.config.loader import load_recipe
 
-    assert load_recipe(QUICKSTART).tag == "never"
+    assert load_recipe(QUICKSTART, ["cluster.placement=inline"]).tag == "never"
     assert load_recipe(QUICKSTART, ["cluster.placement=disaggregated"]).tag == "bts_plus"
 
 

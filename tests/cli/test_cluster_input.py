@@ -19,7 +19,7 @@ import pytest
 from digenrl.cli.main import main
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml")
-POOLS, IN_TURN = "cluster.placement=disaggregated", "cluster.placement=colocated"
+POOLS, IN_TURN, ALONE = (f"cluster.placement={placement}" for placement in ("disaggregated", "colocated", "inline"))
 Refused = Callable[..., str]
 
 
@@ -56,7 +56,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
             [IN_TURN, "schedule.tag=bts_plus"],
             "schedule.tag: bts_plus needs cluster.placement: disaggregated, and it is colocated",
         ),
-        (["schedule.tag=greedy"], "schedule.tag: greedy needs cluster.placement: disaggregated, and it is inline"),
+        ([ALONE, "schedule.tag=greedy"], "schedule.tag: greedy needs cluster.placement: disaggregated, and it is inline"),
         (
             [IN_TURN, "schedule.max_stale_fraction=0.5"],
             "schedule.max_stale_fraction (0.5) needs cluster.placement: disaggregated",
@@ -78,7 +78,7 @@ def test_a_recipe_that_no_cluster_can_run_is_refused_by_check_and_by_train_alike
         ([IN_TURN, "run.device=cuda:0"], "run.device: cuda:0 names one GPU"),
         ([POOLS, "--address", "somewhere"], "--address 'somewhere' is not HOST:PORT"),
         ([POOLS, "--address", "ray://127.0.0.1:10001"], "--address 'ray://127.0.0.1:10001' is not HOST:PORT"),
-        (["--address", "127.0.0.1:6379"], "--address is for a cluster, and cluster.placement is inline"),
+        ([ALONE, "--address", "127.0.0.1:6379"], "--address is for a cluster, and cluster.placement is inline"),
     ],
 )
 def test_what_train_alone_cannot_do_is_refused_before_a_cluster_is_looked_for(

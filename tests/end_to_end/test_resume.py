@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 STEPS = 6
 SMALL = (
+    "cluster.placement=inline",
     "rollout.prompts_per_step=3",
     "rollout.num_generations=4",
     "rollout.forward_batch_size=4",

@@ -27,6 +27,7 @@ from digenrl.trace.replay import replay
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 SMALL = (
+    "cluster.placement=inline",
     "rollout.prompts_per_step=4",
     "rollout.num_generations=4",
     "rollout.forward_batch_size=4",

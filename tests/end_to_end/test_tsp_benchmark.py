@@ -32,7 +32,8 @@ def test_two_ranks_and_one_are_measured_with_their_ratios_and_the_bar(
     two, one = found["runs"]
     assert (two["ranks"], one["ranks"]) == (2, 1)
     assert set(two["variants"]) == {"K=1 sharded", "K=8 sharded", "K=1 unsharded", "K=8 unsharded"}
-    assert set(one["variants"]) == {"K=1 sharded", "K=8 sharded"}
+    assert set(one["variants"]) == {"K=1", "K=8"}
+    assert "times_as_fast_as_K=1" in one["variants"]["K=8"]
     for run in found["runs"]:
         for name, variant in run["variants"].items():
             assert variant["seconds"]["min"] > 0, name

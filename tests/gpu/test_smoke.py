@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from digenrl.config.loader import load_recipe
 from digenrl.ids import StepOutcome
+from digenrl.runtime.train import train
+from digenrl.training.pairs import one_ahead
+from digenrl.training.timestep_parallel import pack_pairs
+from tests.runtime.ray.conftest import QUICKSTART, SMALL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -53,3 +59,34 @@ def test_the_same_noise_and_adapters_are_drawn_for_a_gpu_as_for_a_cpu(make_rig: 
     assert all(torch.equal(p, on_gpu[name].cpu()) for name, p in on_cpu.items())
     first, second = (rig.trajectory() for rig in rigs)
     assert torch.equal(first.latents[:, 0], second.latents[:, 0].cpu())
+
+
+def test_pairs_that_are_copied_ahead_are_the_ones_that_are_copied_in_turn(make_rig: Callable[..., Any]) -> None:
+    rig = make_rig(run={"device": "cuda", "seed": 11}, model={"lora": {"rank": 4, "alpha": 8}})
+    trajectory, device = rig.trajectory(), torch.device("cuda")
+    batches = list(pack_pairs(torch.arange(3), trajectory.denoising_steps.shape[1], 2))
+    advantages = torch.tensor([0.0, 1.0, 3.0, 2.0, 5.0, 1.0])
+    gathered = [rig.trainer._gather(trajectory, batch, advantages) for batch in batches]
+    ahead = list(one_ahead(batches, lambda batch: rig.trainer._gather(trajectory, batch, advantages), device))
+    assert len(ahead) == len(gathered) > 1
+    for ours, plain in zip(ahead, gathered, strict=True):
+        assert ours.latents.is_cuda and torch.equal(ours.latents, plain.latents)
+        assert torch.equal(ours.real, plain.real) and torch.equal(ours.old_log_prob, plain.old_log_prob)
+
+
+def trained(folder: Path, *changes: str) -> dict[str, Any]:
+    return train(load_recipe(QUICKSTART, [*SMALL, "run.device=auto", f"run.output_dir={folder}", *changes]))
+
+
+def test_a_generator_and_a_trainer_share_a_gpu(tmp_path: Path) -> None:
+    shares = ("cluster.generators.0.resources.gpus=0.5", "cluster.trainer.resources.gpus=0.5")
+    together = trained(tmp_path / "together", "cluster.placement=disaggregated", *shares)
+    assert together["digests"] == trained(tmp_path / "alone")["digests"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("shard", [1, 2])
+def test_two_trainer_ranks_on_two_gpus_step_and_agree(tmp_path: Path, shard: int) -> None:
+    ranks = ("cluster.placement=colocated", "cluster.trainer.ranks=2", f"cluster.trainer.shard={shard}")
+    two = trained(tmp_path / "two", *ranks)
+    assert two["steps"] == 3 and two["skipped_steps"] == 0

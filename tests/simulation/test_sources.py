@@ -14,6 +14,7 @@ from digenrl.simulation.source import Loaded, load_source
 from digenrl.trace.record import TraceWriter
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+INLINE = "cluster.placement=inline"
 COSTS: dict[str, Any] = {
     "costs": {"generate": [10.0, 12.5], "score": 0.5, "update": 3.0, "tag": 10.0, "switch_in": 0.5, "switch_out": 0.25},
     "schedule": {"steps": 4, "micro_batches": 8, "tag": "bts_plus", "max_stale_fraction": 0.25},
@@ -93,7 +94,7 @@ def test_a_preset_grows_with_its_workload_and_keeps_its_mode() -> None:
 
 
 def test_a_recipe_runs_in_turn_on_one_worker_or_on_the_cluster_that_is_asked_for() -> None:
-    alone = load_source(str(QUICKSTART), ["train.steps=3"])
+    alone = load_source(str(QUICKSTART), ["train.steps=3", INLINE])
     assert alone.settings.one_pool
     assert "not measured" in alone.label
     # 108 samples x (8 x 0.95 + 2.2) ms and 324 pairs x 2.9 ms, then optimizer and sync.
@@ -112,7 +113,7 @@ def test_a_colocated_recipe_has_the_trainer_s_ranks_as_all_of_its_devices() -> N
     alone, four = (load_source(str(QUICKSTART), [*COLOCATED, unlike, f"cluster.trainer.ranks={n}"]) for n in (1, 4))
     assert (alone.layout.devices, four.layout.devices) == (1, 4)
     assert "one worker that does everything in turn" in alone.label and "4 devices that do everything in turn" in four.label
-    assert run(alone).step_time_s == run(load_source(str(QUICKSTART), ["train.steps=3"])).step_time_s
+    assert run(alone).step_time_s == run(load_source(str(QUICKSTART), ["train.steps=3", INLINE])).step_time_s
     # 108 samples and 324 pairs on four devices, each of which pads its 9 samples of a micro-batch to a forward batch of 36.
     generated, updated = 27 * (8 * 0.95e-3 * 4 + 1.6e-3 * 4 + 0.6e-3), 81 * 2.9e-3
     assert run(four).step_time_s == pytest.approx(generated + updated + 0.01, rel=1e-3)
@@ -179,7 +180,7 @@ def test_a_partial_last_micro_batch_does_not_spoil_a_traces_means(tmp_path: Path
 
 
 def test_the_trace_of_one_pool_stays_one_pool(tmp_path: Path) -> None:
-    found = load_source(trace(tmp_path, load_source(str(QUICKSTART), steps=3)))
+    found = load_source(trace(tmp_path, load_source(str(QUICKSTART), [INLINE], steps=3)))
     assert found.settings.one_pool
     assert found.costs.generate[0] == pytest.approx(3 * 12 * 8 * 0.95e-3, rel=1e-3)
 

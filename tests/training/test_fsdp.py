@@ -94,8 +94,7 @@ def ways(two: list[Found], four: list[Found]) -> dict[str, list[Found]]:
     """By how many ranks there are and over how many of them weights are spread: what each rank found, by check."""
     return {
         f"{len(ranks)} ranks, shard {shard}": [
-            {name.removeprefix(f"{shard}:"): each for name, each in rank.items() if name.startswith(f"{shard}:")}
-            for rank in ranks
+            {name[2:]: found for name, found in rank.items() if name.startswith(f"{shard}:")} for rank in ranks
         ]
         for ranks in (two, four)
         for shard in (1, 2, 4)
@@ -114,6 +113,16 @@ def test_the_summed_gradient_its_norm_and_z_are_those_of_one_process(way: str, w
             alone, shared = found["norm"]
             assert shared == pytest.approx(alone, rel=1e-6), name
             assert found["pairs"] == [2 * GROUP_SIZE * STEPS] * 2, name
+            alone_without, shared_without = found["left out"]
+            assert shared_without == alone_without, f"{name}: parameters that no gradient reaches"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reference_that_is_never_trained_does_not_pile_up_what_only_training_clears(
+    way: str, ways: dict[str, list[Found]]
+) -> None:
+    noted = [rank.get("gradients") or rank["few_gradients"] for rank in ways[way]]
+    assert all(found["noted"] == 0 for rank in noted for found in rank.values())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -148,7 +157,7 @@ def test_the_bits_do_not_depend_on_how_groups_are_cut_into_micro_batches(two: li
 def test_what_is_not_finite_or_not_there_ends_as_in_one_process_and_hangs_nobody(way: str, ways: dict[str, list[Found]]) -> None:
     ranks = [rank.get("invalid") or rank["few_invalid"] for rank in ways[way]]
     for name, found in (each for rank in ranks for each in rank.items()):
-        alone, shared = found["alone"], found["shared"]
+        alone, shared = dict(found["alone"]), dict(found["shared"])
         assert shared.pop("norm") == pytest.approx(alone.pop("norm"), rel=1e-6, nan_ok=True), name
         assert shared == alone, name
         assert found["gradient"] <= 1e-5, name
@@ -230,7 +239,7 @@ def test_ranks_publish_what_one_process_with_the_same_weights_does(two: list[Fou
 def test_a_batch_size_is_measured_within_the_budget_of_the_rank_with_least_room(two: list[Found]) -> None:
     found = two[0]["2:auto"]
     assert two[1]["2:auto"] == found
-    assert found["without a limit"] == [12, 12], "a rank's share of 8 samples x 3 steps"
+    assert found["without a limit"] == [12, 12], "a rank's share of 12 samples x 2 steps"
     peaks = [found["peaks"][str(pairs)] for pairs in (4, 8, 12)]
     assert peaks == sorted(peaks) and peaks[2] - peaks[0] > 8 * 2**20, "a pair takes a MiB or more"
     assert 3 <= found["between 4 and 8"] <= 8, "a measurement is good to a few MiB"

@@ -19,6 +19,7 @@ from digenrl.runtime.train import train
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 SMALL = (
+    "cluster.placement=inline",
     "rollout.prompts_per_step=6",
     "rollout.num_generations=4",
     "rollout.forward_batch_size=4",
