@@ -8,17 +8,10 @@ from __future__ import annotations
 import os
 
 from digenrl.config.builtin import PREFIX, resolve
+from digenrl.config.families import FAMILIES
 from digenrl.config.model_folder import ModelFolder, inspect_model_folder
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
-
-PIPELINES = {  # by model.type: diffusers' class, and the components that it cannot do without
-    "sd3": (
-        "StableDiffusion3Pipeline",
-        ("transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
-    )
-}
-_WITHOUT_EMBEDDED_GUIDANCE = {"sd3"}
 
 
 def check_recipe(recipe: Recipe) -> ModelFolder | None:
@@ -31,7 +24,9 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
     _check_trainer(recipe)
     _check_batch_size(recipe)
     _check_emulation(recipe)
-    _check_guidance(recipe)
+    family = FAMILIES.get(recipe.model.type)
+    if family is not None and family.embedded_guidance is None:
+        check_guidance(recipe, distilled=False)
     return _check_model(recipe)
 
 
@@ -131,27 +126,46 @@ def _check_batch_size(recipe: Recipe) -> None:
         )
 
 
-def _check_guidance(recipe: Recipe) -> None:
-    if recipe.model.type not in _WITHOUT_EMBEDDED_GUIDANCE:
+def check_guidance(recipe: Recipe, *, distilled: bool) -> None:
+    """Raise ConfigError for an embedded guidance that the model (not ``distilled`` for it) would not look at."""
+    if distilled:
         return
     for section in ("rollout", "eval"):
         settings = getattr(recipe, section)
         if settings is not None and settings.guidance_scale is not None:
             raise ConfigError(
-                f"{section}.guidance_scale is for models with embedded guidance, and {recipe.model.type} has none.",
-                why="diffusers' guidance_scale of this family is classifier-free guidance with a second pass.",
+                f"{section}.guidance_scale is for models with embedded guidance, and {_this_model(recipe)} has none.",
+                why=_WHY_NO_GUIDANCE[FAMILIES[recipe.model.type].cfg_argument],
                 fix=f"Use {section}.true_cfg_scale={settings.guidance_scale} instead.",
             )
 
 
+_WHY_NO_GUIDANCE = {
+    "guidance_scale": "diffusers' guidance_scale of this family is classifier-free guidance with a second pass.",
+    "true_cfg_scale": "The network takes no guidance; classifier-free guidance, with a second pass, has a name of its own.",
+}
+
+
+def _this_model(recipe: Recipe) -> str:
+    """The family, or the model where others of its family differ."""
+    return recipe.model.type if FAMILIES[recipe.model.type].embedded_guidance is None else repr(recipe.model.path)
+
+
 def _check_model(recipe: Recipe) -> ModelFolder | None:
-    if recipe.model.type not in PIPELINES:
+    family = FAMILIES.get(recipe.model.type)
+    if family is None:
         return None
     path = resolve(recipe.model.path, where="model.path")
     if not os.path.exists(path) and looks_like_hub_id(recipe.model.path):
         return None
-    pipeline, required = PIPELINES[recipe.model.type]
-    folder = inspect_model_folder(path, pipeline=pipeline, required=required)
+    folder = inspect_model_folder(path, family)
+    check_guidance(recipe, distilled=folder.guidance_embeds)
+    _check_pixels(recipe, folder)
+    _check_steps(recipe, folder)
+    return folder
+
+
+def _check_pixels(recipe: Recipe, folder: ModelFolder) -> None:
     for side in ("height", "width"):
         pixels = getattr(recipe.rollout, side)
         if pixels % folder.pixel_multiple:
@@ -169,7 +183,17 @@ def _check_model(recipe: Recipe) -> ModelFolder | None:
                 why=f"Its transformer knows {folder.positions} positions per side.",
                 fix=f"Use rollout.{side}={limit} or less.",
             )
-    return folder
+
+
+def _check_steps(recipe: Recipe, folder: ModelFolder) -> None:
+    for section in ("rollout", "eval"):
+        settings = getattr(recipe, section)
+        if folder.shift_terminal and settings is not None and settings.num_inference_steps == 1:
+            raise ConfigError(
+                f"{section}.num_inference_steps: a schedule of 1 step is not defined for this model.",
+                why=f"Its noise scheduler stretches the sigmas to end at {folder.shift_terminal:g}, which needs two of them.",
+                fix=f"Use {section}.num_inference_steps=2 or more.",
+            )
 
 
 def looks_like_hub_id(path: str) -> bool:

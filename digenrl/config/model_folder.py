@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from digenrl.config.families import Family
 from digenrl.errors import ConfigError
 
 
@@ -29,6 +30,10 @@ class ModelFolder:
     """Latents per image token, per side."""
     positions: int | None
     """Image tokens that the transformer knows per side; None where it has no such limit."""
+    guidance_embeds: bool
+    """Whether the transformer is distilled for guidance."""
+    shift_terminal: float | None
+    """Sigma that the noise scheduler stretches its schedule to end at, before 0."""
 
     @property
     def pixel_multiple(self) -> int:
@@ -36,11 +41,13 @@ class ModelFolder:
         return self.vae_scale_factor * self.patch_size
 
 
-def inspect_model_folder(path: Path, *, pipeline: str, required: tuple[str, ...]) -> ModelFolder:
+def inspect_model_folder(path: Path, family: Family) -> ModelFolder:
     """Read ``model_index.json`` and the configs beside it.
 
-    Raises ConfigError when the folder is missing, belongs to another pipeline, or lacks one of ``required``.
+    Raises ConfigError when the folder is missing, belongs to another pipeline, lacks a component that the family needs, or
+    holds components that do not fit one another.
     """
+    pipeline, required = family.pipeline, family.required
     if not os.path.isdir(path):  # unlike Path.is_dir, False for every path that cannot exist, too
         raise ConfigError(
             f"model.path: there is no folder {str(path)!r}.",
@@ -65,22 +72,55 @@ def inspect_model_folder(path: Path, *, pipeline: str, required: tuple[str, ...]
                 fix=f"Copy the folder {component}/ of the original model there, or download the model again.",
             )
     vae, transformer = path / "vae" / "config.json", path / "transformer" / "config.json"
-    levels = _read_json(vae).get("block_out_channels", [0] * 4)
-    config = _read_json(transformer)
-    patch_size, positions = config.get("patch_size", 1), config.get("pos_embed_max_size")
-    if not isinstance(levels, list) or not levels:
-        raise _damaged(vae, f"block_out_channels is {levels!r}, not a list of channels")
-    if not isinstance(patch_size, int) or patch_size < 1:
-        raise _damaged(transformer, f"patch_size is {patch_size!r}, not a positive number")
+    vae_config, config = _read_json(vae), _read_json(transformer)
+    positions = config.get("pos_embed_max_size")
     if positions is not None and (not isinstance(positions, int) or positions < 1):
         raise _damaged(transformer, f"pos_embed_max_size is {positions!r}, not a positive number")
+    _check_channels(config, vae_config, family)
     return ModelFolder(
         path=path,
         components=present,
         absent=absent,
-        vae_scale_factor=2 ** (len(levels) - 1),
-        patch_size=patch_size,
+        vae_scale_factor=_scale_factor(vae, vae_config),
+        patch_size=_patch_size(transformer, config) * family.packing,
         positions=positions,
+        guidance_embeds=bool(config.get("guidance_embeds", family.guidance_embeds)),
+        shift_terminal=_read_json(path / "scheduler" / "scheduler_config.json").get("shift_terminal"),
+    )
+
+
+def _scale_factor(file: Path, vae: dict[str, Any]) -> int:
+    """Pixels per latent: as many halvings as the VAE has levels beside the first, or as it lists (causal video VAEs)."""
+    if "temperal_downsample" in vae:
+        halvings = vae["temperal_downsample"]
+        if not isinstance(halvings, list):
+            raise _damaged(file, f"temperal_downsample is {halvings!r}, not a list")
+        return int(2 ** len(halvings))
+    levels = vae.get("block_out_channels", [0] * 4)
+    if not isinstance(levels, list) or not levels:
+        raise _damaged(file, f"block_out_channels is {levels!r}, not a list of channels")
+    return int(2 ** (len(levels) - 1))
+
+
+def _patch_size(file: Path, transformer: dict[str, Any]) -> int:
+    """Latents per side in one patch; the last of several sizes is the width's."""
+    found = transformer.get("patch_size", 1)
+    size = found[-1] if isinstance(found, list) and found else found
+    if not isinstance(size, int) or size < 1:
+        raise _damaged(file, f"patch_size is {found!r}, not a positive number")
+    return size
+
+
+def _check_channels(transformer: dict[str, Any], vae: dict[str, Any], family: Family) -> None:
+    """The transformer must take the latents that the VAE makes; where a config leaves this out, loading will find it."""
+    taken, made = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
+    if not isinstance(taken, int) or not isinstance(made, int) or taken == made * family.packing**2:
+        return
+    packed = f", packed {family.packing} x {family.packing} into {made * family.packing**2}" if family.packing > 1 else ""
+    raise ConfigError(
+        f"model.path: the transformer takes {taken} channels, and the VAE makes {made}{packed}.",
+        why="The two are of different models.",
+        fix="Download the model again, or put the transformer/ and the vae/ of one model there.",
     )
 
 

@@ -57,6 +57,14 @@ class ModelSection(Section):
     )
     lora: LoraSection | None = Field(default=None, description="Train low-rank adapters; full fine-tuning when absent.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward to save memory.")
+    offload: bool = Field(
+        default=False,
+        description="Keep text encoders and VAE on the CPU, and on the GPU only while prompts are encoded and latents decoded.",
+    )
+    vae_tiling: bool = Field(
+        default=False, description="Decode large images in overlapping tiles: less memory, and seams may show in other pixels."
+    )
+    vae_slicing: bool = Field(default=False, description="Decode the samples of a batch one after the other: less memory.")
     settings: SerializeAsAny[BaseModel] = Field(description="The family's own keys, written beside these in a recipe.")
 
 

@@ -1,0 +1,51 @@
+"""What is known of a built-in model family without its code: strings and numbers, for checks that load nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family on top of a diffusers pipeline."""
+
+    pipeline: str
+    """diffusers' class."""
+    required: tuple[str, ...]
+    """Components that it cannot do without."""
+    packing: int = 1
+    """Latents per side that the pipeline packs into one, beside the patches of the transformer's own config."""
+    cfg_argument: Literal["guidance_scale", "true_cfg_scale"] = "true_cfg_scale"
+    """What diffusers calls classifier-free guidance with a second pass in this pipeline."""
+    embedded_guidance: float | None = None
+    """diffusers' default of the guidance that distilled members of the family are given; None where there are no such members."""
+    guidance_embeds: bool = False
+    """Whether a transformer whose config does not say so is distilled for guidance."""
+    default_size: int | None = None
+    """Pixels per side that the family was trained at, where the transformer's config does not say it."""
+
+
+_THREE = ("transformer", "vae", "scheduler")
+
+FAMILIES = {
+    "sd3": Family(
+        pipeline="StableDiffusion3Pipeline",
+        required=(*_THREE, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        cfg_argument="guidance_scale",
+    ),
+    "flux": Family(
+        pipeline="FluxPipeline",
+        required=(*_THREE, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        packing=2,
+        embedded_guidance=3.5,
+        default_size=1024,
+    ),
+    "qwen_image": Family(
+        pipeline="QwenImagePipeline",
+        required=(*_THREE, "text_encoder", "tokenizer"),
+        packing=2,
+        default_size=1024,
+    ),
+}
+"""By model.type."""
