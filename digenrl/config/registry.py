@@ -40,6 +40,16 @@ MODELS = {
         settings="digenrl.config.settings.models:SD3Settings",
         summary="Stable Diffusion 3 and 3.5 (any StableDiffusion3Pipeline folder or hub id)",
     ),
+    "flux": Registered(
+        component="digenrl.models.flux:FluxAdapter",
+        settings="digenrl.config.settings.models:FluxSettings",
+        summary="FLUX.1-dev and FLUX.1-schnell (any FluxPipeline folder or hub id)",
+    ),
+    "qwen_image": Registered(
+        component="digenrl.models.qwen_image:QwenImageAdapter",
+        settings="digenrl.config.settings.models:QwenImageSettings",
+        summary="Qwen-Image (any QwenImagePipeline folder or hub id)",
+    ),
 }
 REWARDS = {
     "shapes": Registered(
