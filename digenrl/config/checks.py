@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from digenrl.config.builtin import PREFIX, resolve
-from digenrl.config.families import FAMILIES
+from digenrl.config.families import FAMILIES, Family
 from digenrl.config.model_folder import ModelFolder, inspect_model_folder
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
@@ -26,7 +26,7 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
     _check_emulation(recipe)
     family = FAMILIES.get(recipe.model.type)
     if family is not None and family.embedded_guidance is None:
-        check_guidance(recipe, distilled=False)
+        check_guidance(recipe, family, distilled=False)
     return _check_model(recipe)
 
 
@@ -126,16 +126,17 @@ def _check_batch_size(recipe: Recipe) -> None:
         )
 
 
-def check_guidance(recipe: Recipe, *, distilled: bool) -> None:
+def check_guidance(recipe: Recipe, family: Family, *, distilled: bool) -> None:
     """Raise ConfigError for an embedded guidance that the model (not ``distilled`` for it) would not look at."""
     if distilled:
         return
+    this_model = recipe.model.type if family.embedded_guidance is None else repr(recipe.model.path)
     for section in ("rollout", "eval"):
         settings = getattr(recipe, section)
         if settings is not None and settings.guidance_scale is not None:
             raise ConfigError(
-                f"{section}.guidance_scale is for models with embedded guidance, and {_this_model(recipe)} has none.",
-                why=_WHY_NO_GUIDANCE[FAMILIES[recipe.model.type].cfg_argument],
+                f"{section}.guidance_scale is for models with embedded guidance, and {this_model} has none.",
+                why=_WHY_NO_GUIDANCE[family.cfg_argument],
                 fix=f"Use {section}.true_cfg_scale={settings.guidance_scale} instead.",
             )
 
@@ -146,11 +147,6 @@ _WHY_NO_GUIDANCE = {
 }
 
 
-def _this_model(recipe: Recipe) -> str:
-    """The family, or the model where others of its family differ."""
-    return recipe.model.type if FAMILIES[recipe.model.type].embedded_guidance is None else repr(recipe.model.path)
-
-
 def _check_model(recipe: Recipe) -> ModelFolder | None:
     family = FAMILIES.get(recipe.model.type)
     if family is None:
@@ -159,7 +155,7 @@ def _check_model(recipe: Recipe) -> ModelFolder | None:
     if not os.path.exists(path) and looks_like_hub_id(recipe.model.path):
         return None
     folder = inspect_model_folder(path, family)
-    check_guidance(recipe, distilled=folder.guidance_embeds)
+    check_guidance(recipe, family, distilled=folder.guidance_embeds)
     _check_pixels(recipe, folder)
     _check_steps(recipe, folder)
     return folder

@@ -15,7 +15,7 @@ class Family:
     required: tuple[str, ...]
     """Components that it cannot do without."""
     packing: int = 1
-    """Latents per side that the pipeline packs into one, beside the patches of the transformer's own config."""
+    """Latents per side that the pipeline packs into one token; 1 where the transformer cuts patches, of its own size."""
     cfg_argument: Literal["guidance_scale", "true_cfg_scale"] = "true_cfg_scale"
     """What diffusers calls classifier-free guidance with a second pass in this pipeline."""
     embedded_guidance: float | None = None

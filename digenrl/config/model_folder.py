@@ -82,7 +82,7 @@ def inspect_model_folder(path: Path, family: Family) -> ModelFolder:
         components=present,
         absent=absent,
         vae_scale_factor=_scale_factor(vae, vae_config),
-        patch_size=_patch_size(transformer, config) * family.packing,
+        patch_size=family.packing if family.packing > 1 else _patch_size(transformer, config),
         positions=positions,
         guidance_embeds=bool(config.get("guidance_embeds", family.guidance_embeds)),
         shift_terminal=_read_json(path / "scheduler" / "scheduler_config.json").get("shift_terminal"),

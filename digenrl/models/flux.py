@@ -22,6 +22,8 @@ from digenrl.models.base import Conditioning, Guidance
 from digenrl.models.packing import pack, unpack
 from digenrl.models.pipeline_adapter import PipelineAdapter, Reader
 
+_FAMILY = FAMILIES["flux"]
+
 
 class FluxAdapter(PipelineAdapter):
     """One loaded FLUX.1, or parts of one."""
@@ -61,7 +63,7 @@ class FluxAdapter(PipelineAdapter):
         height, width = latents.shape[-2:]
         text, tokens, embedded = conditioning.tensors, pack(latents), None
         if self._pipeline.transformer.config.guidance_embeds:
-            scale = FAMILIES["flux"].embedded_guidance if guidance.embedded is None else guidance.embedded
+            scale = _FAMILY.embedded_guidance if guidance.embedded is None else guidance.embedded
             embedded = torch.full((len(latents),), float(scale or 0.0), device=latents.device)
 
         def velocity(prefix: str) -> Tensor:
@@ -90,7 +92,7 @@ class FluxAdapter(PipelineAdapter):
         )
 
     def _check(self, recipe: Recipe) -> None:
-        check_guidance(recipe, distilled=self._pipeline.transformer.config.guidance_embeds)
+        check_guidance(recipe, _FAMILY, distilled=self._pipeline.transformer.config.guidance_embeds)
 
 
 def _image_ids(height: int, width: int, device: torch.device) -> Tensor:

@@ -39,6 +39,12 @@ class ConfigOnly:
     config: Any
     """Mapping with the keys as attributes too, as a loaded model has it."""
 
+    def __getattr__(self, name: str) -> Any:
+        """What some models repeat of their config as attributes of their own, and their pipelines read there."""
+        if name != "config" and name in self.config:
+            return self.config[name]
+        raise AttributeError(f"{name!r} is not in the config of a model that is not loaded")
+
 
 def load_pipeline(pipeline_class: Any, path: str, *, absent: tuple[str, ...], without: Collection[str] = ()) -> Any:
     """Load a pipeline in float32. ``absent``: components that the folder leaves out, which diffusers wants named.
