@@ -56,6 +56,18 @@ MODELS = {
         settings="digenrl.config.settings.models:QwenImageSettings",
         summary="Qwen-Image (any QwenImagePipeline folder or hub id)",
     ),
+    "wan": Registered(
+        component="digenrl.models.wan:WanAdapter",
+        settings="digenrl.config.settings.models:WanSettings",
+        summary="Wan2.1 text to video, 1.3B and 14B (any WanPipeline folder or hub id with one transformer)",
+        media=("image", "video"),
+    ),
+    "hunyuan_video": Registered(
+        component="digenrl.models.hunyuan_video:HunyuanVideoAdapter",
+        settings="digenrl.config.settings.models:HunyuanVideoSettings",
+        summary="HunyuanVideo text to video (any HunyuanVideoPipeline folder or hub id)",
+        media=("image", "video"),
+    ),
 }
 REWARDS = {
     "shapes": Registered(

@@ -39,6 +39,10 @@ class ConfigOnly:
     config: Any
     """Mapping with the keys as attributes too, as a loaded model has it."""
 
+    def __getattr__(self, name: str) -> Any:
+        """What a model keeps of its config under the same name, as the compression ratios of HunyuanVideo's VAE."""
+        return getattr(self.config, name)
+
 
 def load_pipeline(pipeline_class: Any, path: str, *, absent: tuple[str, ...], without: Collection[str] = ()) -> Any:
     """Load a pipeline in float32. ``absent``: components that the folder leaves out, which diffusers wants named.
