@@ -6,10 +6,12 @@ They run in ``digenrl check`` and again before every run starts; none of them lo
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 from digenrl.config.builtin import PREFIX, resolve
 from digenrl.config.families import FAMILIES, Family
 from digenrl.config.model_folder import ModelFolder, inspect_model_folder
+from digenrl.config.registry import media_of
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
 
@@ -27,6 +29,7 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
     family = FAMILIES.get(recipe.model.type)
     if family is not None and family.embedded_guidance is None:
         check_guidance(recipe, family, distilled=False)
+    _check_media(recipe)
     return _check_model(recipe)
 
 
@@ -147,6 +150,39 @@ _WHY_NO_GUIDANCE = {
 }
 
 
+def _check_media(recipe: Recipe) -> None:
+    frames = recipe.rollout.num_frames
+    if frames > 1 and "video" not in media_of("model", recipe.model.type, where="model.type"):
+        raise ConfigError(
+            f"rollout.num_frames ({frames}) is for models of videos, and {recipe.model.type} makes images.",
+            fix="Use rollout.num_frames=1, or another model.type (`digenrl show model`).",
+        )
+    for index, reward in enumerate(recipe.rewards):
+        if frames == 1 and "image" not in media_of("reward", reward.type, where=f"rewards.{index}.type"):
+            raise ConfigError(
+                f"rewards.{index}: {reward.type} scores videos, and rollout.num_frames is 1: an image.",
+                fix="Set rollout.num_frames, or use a reward that scores images.",
+            )
+    if frames > 1 and find_spec("av") is None:
+        raise ConfigError(
+            "rollout.num_frames: saving videos needs the package av, which is not installed.",
+            why="Videos are kept as mp4 files.",
+            fix="pip install av.",
+        )
+
+
+def _check_frames(recipe: Recipe, folder: ModelFolder) -> None:
+    frames, factor = recipe.rollout.num_frames, folder.vae_temporal_factor
+    if (frames - 1) % factor:
+        low = (frames - 1) // factor * factor + 1
+        nearest = low if frames - low <= low + factor - frames else low + factor
+        raise ConfigError(
+            f"rollout.num_frames ({frames}) is not 1 more than a multiple of {factor}.",
+            why=f"The VAE makes one frame of the first latent frame, and {factor} of each further one.",
+            fix=f"Use rollout.num_frames={nearest}, the nearest that it can make ({low} and {low + factor} are its neighbours).",
+        )
+
+
 def _check_model(recipe: Recipe) -> ModelFolder | None:
     family = FAMILIES.get(recipe.model.type)
     if family is None:
@@ -157,6 +193,7 @@ def _check_model(recipe: Recipe) -> ModelFolder | None:
     folder = inspect_model_folder(path, family)
     check_guidance(recipe, family, distilled=folder.guidance_embeds)
     _check_pixels(recipe, folder)
+    _check_frames(recipe, folder)
     _check_steps(recipe, folder)
     return folder
 

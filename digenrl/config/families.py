@@ -47,5 +47,18 @@ FAMILIES = {
         packing=2,
         default_size=1024,
     ),
+    "wan": Family(
+        pipeline="WanPipeline",
+        required=(*_THREE, "text_encoder", "tokenizer"),
+        cfg_argument="guidance_scale",
+        default_size=480,
+    ),
+    "hunyuan_video": Family(
+        pipeline="HunyuanVideoPipeline",
+        required=(*_THREE, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        embedded_guidance=6.0,
+        guidance_embeds=True,
+        default_size=480,
+    ),
 }
 """By model.type."""

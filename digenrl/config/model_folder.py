@@ -26,6 +26,8 @@ class ModelFolder:
     """Components that the pipeline has a place for and the folder leaves out."""
     vae_scale_factor: int
     """Pixels per latent, per side."""
+    vae_temporal_factor: int
+    """Frames per latent frame after the first; 1 for VAEs of images."""
     patch_size: int
     """Latents per image token, per side."""
     positions: int | None
@@ -39,6 +41,12 @@ class ModelFolder:
     def pixel_multiple(self) -> int:
         """Height and width must be multiples of this."""
         return self.vae_scale_factor * self.patch_size
+
+
+_TEMPORAL_FACTORS = {  # by class of the VAE: the key, 4 where an older folder does not say
+    "AutoencoderKLWan": "scale_factor_temporal",
+    "AutoencoderKLHunyuanVideo": "temporal_compression_ratio",
+}
 
 
 def inspect_model_folder(path: Path, family: Family) -> ModelFolder:
@@ -82,6 +90,7 @@ def inspect_model_folder(path: Path, family: Family) -> ModelFolder:
         components=present,
         absent=absent,
         vae_scale_factor=_scale_factor(vae, vae_config),
+        vae_temporal_factor=_temporal_factor(vae, vae_config),
         patch_size=family.packing if family.packing > 1 else _patch_size(transformer, config),
         positions=positions,
         guidance_embeds=bool(config.get("guidance_embeds", family.guidance_embeds)),
@@ -122,6 +131,15 @@ def _check_channels(transformer: dict[str, Any], vae: dict[str, Any], family: Fa
         why="The two are of different models.",
         fix="Download the model again, or put the transformer/ and the vae/ of one model there.",
     )
+
+
+def _temporal_factor(file: Path, vae: dict[str, Any]) -> int:
+    """Frames per latent frame."""
+    key = _TEMPORAL_FACTORS.get(str(vae.get("_class_name")))
+    factor = 1 if key is None else vae.get(key, 4)
+    if not isinstance(factor, int) or factor < 1:
+        raise _damaged(file, f"{key} is {factor!r}, not a positive number")
+    return factor
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class RolloutSection(Section):
     num_inference_steps: int = Field(ge=1, le=_MOST, description="Denoising steps T.")
     height: int = Field(ge=8, le=_MOST, description="Image height in pixels.")
     width: int = Field(ge=8, le=_MOST, description="Image width in pixels.")
+    num_frames: int = Field(default=1, ge=1, le=_MOST, description="Frames of a video, for models that make them; 1 is an image.")
+    fps: float = Field(default=16.0, gt=0, le=1000, description="Frames per second of saved videos; rewards are told, too.")
     noise_level: float = Field(
         default=0.7, ge=0, description="Strength of the SDE noise (a of flow_sde and cps, eta of dance_sde); 0 is the ODE."
     )

@@ -46,7 +46,7 @@ class FluxAdapter(PipelineAdapter):
                 )
         return Conditioning(tensors)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """(channels, height / f, width / f), f the VAE's scale factor."""
         factor = self._pipeline.vae_scale_factor
         return (self._pipeline.transformer.config.in_channels // 4, height // factor, width // factor)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.config.checks import check_recipe
+from digenrl.config.registry import Medium
 from digenrl.config.schema import Recipe
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.errors import ConfigError
@@ -41,6 +42,8 @@ class PipelineAdapter:
     """diffusers' class of the whole pipeline."""
     text_components: ClassVar[tuple[str, ...]]
     """The pipeline's text encoders and tokenizers."""
+    media: ClassVar[tuple[Medium, ...]] = ("image",)
+    """What the family can make."""
     default_lora_targets: tuple[str, ...]
     sharded_blocks: tuple[str, ...]
 

@@ -47,7 +47,7 @@ class SD3Adapter(PipelineAdapter):
             tensors |= {"negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled}
         return Conditioning(tensors)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """(channels, height / f, width / f), f the VAE's scale factor."""
         factor = self._pipeline.vae_scale_factor
         return (self._pipeline.transformer.config.in_channels, height // factor, width // factor)

@@ -89,7 +89,7 @@ def _check_text(adapter: ModelAdapter) -> Conditioning:
 
 
 def _check_shapes(adapter: ModelAdapter, recipe: Recipe) -> None:
-    shape = adapter.latent_shape(*_size(recipe))
+    shape = adapter.latent_shape(*_size(recipe), recipe.rollout.num_frames)
     assert all(isinstance(side, int) and side > 0 for side in shape), f"latent_shape must be positive integers; it is {shape}"
     for steps in (2, recipe.rollout.num_inference_steps):
         schedule = adapter.noise_schedule(steps, *_size(recipe))
@@ -155,10 +155,10 @@ def _check_gradients(adapter: ModelAdapter, recipe: Recipe, text: Conditioning) 
 def _check_pictures(adapter: ModelAdapter, recipe: Recipe) -> None:
     latents = _inputs(adapter, recipe)[1]
     pictures = adapter.decode(latents)
-    height, width = _size(recipe)
-    wanted = (len(latents), 3, height, width)
+    frames = recipe.rollout.num_frames
+    wanted = (len(latents), *((frames,) if frames > 1 else ()), 3, *_size(recipe))
     found = tuple(pictures.shape)
-    assert (found[:2], found[-2:]) == (wanted[:2], wanted[-2:]), f"decode gives {found}; [B, 3, height, width] are {wanted}"
+    assert found == wanted, f"decode gives {found}; {'[B, num_frames, 3' if frames > 1 else '[B, 3'}, height, width] is {wanted}"
     assert pictures.dtype == torch.float32, f"decode must give float32; it is {pictures.dtype}"
     assert float(pictures.min()) >= 0 and float(pictures.max()) <= 1, "decode must give pixels in [0, 1]"
     assert torch.equal(pictures, adapter.decode(latents)), "decoding the same latents twice gives different pixels"
@@ -177,9 +177,10 @@ def _check_parts(
     for part in sorted(ALL_PARTS):
         some = load(frozenset((part,)))
         for sizes in ("latent_shape", "noise_schedule"):
-            arguments = (*((3,) if sizes == "noise_schedule" else ()), *_size(recipe))
+            of_latents = sizes == "latent_shape"
+            arguments = (*_size(recipe), recipe.rollout.num_frames) if of_latents else (3, *_size(recipe))
             ours, wanted = (getattr(each, sizes)(*arguments) for each in (some, whole))
-            same = ours == wanted if sizes == "latent_shape" else torch.equal(ours.sigmas, wanted.sigmas)
+            same = ours == wanted if of_latents else torch.equal(ours.sigmas, wanted.sigmas)
             assert same, f"{sizes} is another one where only {part!r} is loaded: read the configs of absent components, too"
         for other, use in uses.items():
             if other == part:
@@ -199,7 +200,7 @@ def _check_parts(
 
 def _inputs(adapter: ModelAdapter, recipe: Recipe) -> tuple[Guidance, Tensor, Tensor]:
     """The recipe's guidance, and latents and timesteps of 4 rows."""
-    shape = adapter.latent_shape(*_size(recipe))
+    shape = adapter.latent_shape(*_size(recipe), recipe.rollout.num_frames)
     latents = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
     timesteps = adapter.noise_schedule(4, *_size(recipe)).timesteps
     return Guidance(recipe.rollout.true_cfg_scale, recipe.rollout.guidance_scale), latents, timesteps

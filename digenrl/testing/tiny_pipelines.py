@@ -24,6 +24,7 @@ from digenrl.testing.tiny_text import (
     t5_encoder,
     t5_tokenizer,
 )
+from digenrl.testing.tiny_videos import build_hunyuan_video, build_wan
 
 
 def build_sd3(folder: str | Path, *, with_t5: bool = True, seed: int = 0, **transformer: Any) -> Path:
@@ -161,6 +162,8 @@ BUILDERS: dict[str, Callable[..., Path]] = {
     "flux": build_flux,
     "flux_schnell": build_flux_schnell,
     "qwen_image": build_qwen_image,
+    "wan": build_wan,
+    "hunyuan_video": build_hunyuan_video,
 }
 """By the name that ``python -m digenrl.testing`` takes."""
 
