@@ -19,14 +19,14 @@ import torch
 from digenrl.algorithms.base import GroupAdvantages
 from digenrl.algorithms.flow_grpo import FlowGRPO
 from digenrl.config.loader import recipe_from_plain
+from digenrl.config.registry import component_class
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.diffusion.trajectory import Trajectory
 from digenrl.ids import SampleId
 from digenrl.models.base import Conditioning
-from digenrl.models.sd3 import SD3Adapter
-from digenrl.testing.tiny_pipelines import build_sd3
+from digenrl.testing.tiny_pipelines import BUILDERS, build_sd3
 from digenrl.training.policy import Policy
 from digenrl.training.trainer import Trainer
 from digenrl.workers.generator import Generator
@@ -58,6 +58,19 @@ def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_sd3_without_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny SD3 whose third text encoder is left out. Read only."""
     return build_sd3(tmp_path_factory.mktemp("models") / "sd3_without_t5", with_t5=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path) -> Callable[[str], Path]:
+    """A function that gives the tiny folder of one of tests.families, built when it is first asked for. Read only."""
+    built = {"sd3": tiny_sd3}
+
+    def folder(name: str) -> Path:
+        if name not in built:
+            built[name] = BUILDERS[name](tmp_path_factory.mktemp("models") / name)
+        return built[name]
+
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +107,7 @@ class Rig:
     """Real parts of one process, wired the way runtime/build.py does it."""
 
     recipe: Recipe
-    adapter: SD3Adapter
+    adapter: Any
     policy: Policy
     algorithm: Any
     schedule: NoiseSchedule
@@ -133,7 +146,8 @@ def make_rig(tiny_recipe: RecipeMaker) -> Callable[..., Rig]:
 
     def make(recipe: Recipe | None = None, *, make_algorithm: Callable[[Recipe], Any] | None = None, **overrides: Any) -> Rig:
         recipe = tiny_recipe(**overrides) if recipe is None else recipe
-        adapter = SD3Adapter.load(recipe, torch.device(recipe.run.device))
+        adapter_class = component_class("model", recipe.model.type, where="model.type")
+        adapter = adapter_class.load(recipe, torch.device(recipe.run.device))
         algorithm = make_algorithm(recipe) if make_algorithm else FlowGRPO(recipe.algorithm.settings, recipe)
         policy = Policy(adapter, recipe, needs_reference=algorithm.needs_reference)
         rollout = recipe.rollout

@@ -8,6 +8,7 @@ pipeline derives from such a component's config are the same as with it; no glob
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ def quiet_libraries() -> None:
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
+    # Norms of float32 weights under autocast, as full fine-tuning in bfloat16 has them, and torch would tell once a process.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,12 @@ class PipelineAdapter:
         changes = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self._pipeline.scheduler.config, **changes)
         config = scheduler.config
+        if config.shift_terminal and num_inference_steps == 1:
+            raise ConfigError(
+                "A schedule of 1 denoising step is not defined for this model.",
+                why=f"Its noise scheduler stretches the sigmas to end at {config.shift_terminal:g}, which needs two of them.",
+                fix="Use at least 2: rollout.num_inference_steps and eval.num_inference_steps.",
+            )
         arguments: dict[str, Any] = {}
         if config.use_dynamic_shifting:
             lengths = config.base_image_seq_len, config.max_image_seq_len
@@ -204,12 +210,6 @@ class PipelineAdapter:
         if sigmas is not None:
             arguments["sigmas"] = sigmas
         scheduler.set_timesteps(num_inference_steps, device="cpu", **arguments)
-        if not bool(torch.isfinite(scheduler.sigmas).all()):
-            raise ConfigError(
-                f"A schedule of {num_inference_steps} denoising step is not defined for this model.",
-                why=f"Its noise scheduler stretches the sigmas to end at {config.shift_terminal:g}, which needs two of them.",
-                fix="Use at least 2: rollout.num_inference_steps and eval.num_inference_steps.",
-            )
         return NoiseSchedule(sigmas=scheduler.sigmas.float(), timesteps=scheduler.timesteps.float())
 
     def _truncated(self, prompts: Sequence[str]) -> set[str]:
