@@ -27,6 +27,7 @@ from digenrl.ids import SampleId
 from digenrl.models.base import Guidance, ModelAdapter, Part
 from digenrl.models.loading import own_memory
 from digenrl.runtime.saved_run import OpenOptions, open_model
+from digenrl.testing.model_contract import check_model
 from digenrl.testing.tiny_runs import build_run
 from digenrl.testing.tiny_videos import build_hunyuan_video, build_wan
 from digenrl.workers.generator import encode_prompts
@@ -398,3 +399,9 @@ def test_the_registry_says_of_each_component_what_its_class_says_it_handles(kind
     for name in KINDS[kind]:
         own = getattr(component_class(kind, name, where="test"), "media", ("image",))
         assert media_of(kind, name, where="test") == own
+
+
+@pytest.mark.parametrize("rollout", [{"num_frames": 5, "true_cfg_scale": 2.0}, {"num_frames": 1}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_of_videos_pass_the_contract(family: str, rollout: dict[str, Any], video_recipe: RecipeMaker) -> None:
+    check_model(video_recipe(family, rollout=rollout))
