@@ -25,8 +25,9 @@ from digenrl.data.prompts import Prompt
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.diffusion.trajectory import Trajectory
 from digenrl.ids import SampleId
-from digenrl.models.base import Conditioning
+from digenrl.models.base import Conditioning, ModelAdapter
 from digenrl.testing.tiny_pipelines import BUILDERS, build_sd3
+from digenrl.testing.tiny_videos import build_hunyuan_video, build_wan
 from digenrl.training.policy import Policy
 from digenrl.training.trainer import Trainer
 from digenrl.workers.generator import Generator
@@ -102,12 +103,34 @@ def tiny_recipe(tiny_sd3: Path) -> RecipeMaker:
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny_videos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of tiny models of videos, by model.type. Read only."""
+    folder = tmp_path_factory.mktemp("models")
+    return {"wan": build_wan(folder / "wan"), "hunyuan_video": build_hunyuan_video(folder / "hunyuan_video")}
+
+
+@pytest.fixture(scope="session")
+def video_recipe(tiny_recipe: RecipeMaker, tiny_videos: dict[str, Path]) -> RecipeMaker:
+    """A function that makes a small recipe of a family; further arguments as for tiny_recipe."""
+
+    def make(family: str, **overrides: Any) -> Recipe:
+        model = {"type": family, "path": str(tiny_videos[family]), "max_sequence_length": 32}
+        rollout = {"num_frames": 5, "forward_batch_size": 3}
+        sections = {"model": model, "rollout": rollout}
+        for section, keys in sections.items():
+            keys.update(overrides.pop(section, {}))
+        return tiny_recipe(**sections, **overrides)
+
+    return make
+
+
 @dataclass
 class Rig:
     """Real parts of one process, wired the way runtime/build.py does it."""
 
     recipe: Recipe
-    adapter: Any
+    adapter: ModelAdapter
     policy: Policy
     algorithm: Any
     schedule: NoiseSchedule
@@ -146,8 +169,7 @@ def make_rig(tiny_recipe: RecipeMaker) -> Callable[..., Rig]:
 
     def make(recipe: Recipe | None = None, *, make_algorithm: Callable[[Recipe], Any] | None = None, **overrides: Any) -> Rig:
         recipe = tiny_recipe(**overrides) if recipe is None else recipe
-        adapter_class = component_class("model", recipe.model.type, where="model.type")
-        adapter = adapter_class.load(recipe, torch.device(recipe.run.device))
+        adapter = component_class("model", recipe.model.type, where="test").load(recipe, torch.device(recipe.run.device))
         algorithm = make_algorithm(recipe) if make_algorithm else FlowGRPO(recipe.algorithm.settings, recipe)
         policy = Policy(adapter, recipe, needs_reference=algorithm.needs_reference)
         rollout = recipe.rollout

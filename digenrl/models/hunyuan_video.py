@@ -53,7 +53,7 @@ class HunyuanVideoAdapter(PipelineAdapter):
     def noise_schedule(self, num_inference_steps: int, height: int, width: int) -> NoiseSchedule:
         """See ModelAdapter.noise_schedule."""
         sigmas = np.linspace(1.0, 0.0, num_inference_steps + 1)[:-1]
-        return self._flow_match_schedule(num_inference_steps, image_tokens=0, sigmas=sigmas)
+        return self._flow_match_schedule(num_inference_steps, image_tokens=0, sigmas=sigmas.tolist())
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning, guidance: Guidance) -> Tensor:
         """See ModelAdapter.predict."""
@@ -107,7 +107,7 @@ class HunyuanVideoAdapter(PipelineAdapter):
             raise ConfigError(
                 f"model.prompt_template: its instructions are {tokens} tokens, and {template['crop_start']} are cut off.",
                 why="The network would read instructions in the place of the prompt, or a prompt without its beginning.",
-                fix=f"Set model.prompt_template.crop_start={tokens}, with a template of your own; or mend the folder's tokenizer.",
+                fix=f"Use a template of your own with model.prompt_template.crop_start={tokens}, or mend the folder's tokenizer.",
             )
 
     def _readers(self) -> Sequence[Reader]:

@@ -13,6 +13,7 @@ integers, so its table would not say which sigma a timestep belongs to.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,8 +85,8 @@ class WanAdapter(PipelineAdapter):
         """As other families, but for the small layers that the published model keeps in float32 in any compute type."""
         kept = {}
         if "transformer" in self._parts:
-            names = type(self.transformer)._keep_in_fp32_modules
-            parameters = dict(self.transformer.named_parameters())
+            network: Any = self.transformer
+            names, parameters = network._keep_in_fp32_modules, dict(network.named_parameters())
             kept = {name: p.detach().clone() for name, p in parameters.items() if any(part in name for part in names)}
         super()._place(recipe)
         for name, value in kept.items():
@@ -116,9 +117,9 @@ class WanAdapter(PipelineAdapter):
         return {prompt for prompt in prompts if prompt_clean(prompt) in cut}
 
 
-def _refuse_other_wans(pipeline: object) -> None:
+def _refuse_other_wans(pipeline: Any) -> None:
     """Raise ConfigError for later and other members of the family, whose pipelines have the same class."""
-    components, config = getattr(pipeline, "components"), getattr(pipeline, "config")  # noqa: B009
+    components, config = pipeline.components, pipeline.config
     if components.get("transformer_2") is not None or config.get("boundary_ratio") is not None or config.get("expand_timesteps"):
         raise ConfigError(
             "model.path holds a Wan2.2, and model.type wan is for Wan2.1 text to video.",
