@@ -30,6 +30,12 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
     if family is not None and family.embedded_guidance is None:
         check_guidance(recipe, family, distilled=False)
     _check_media(recipe)
+    if recipe.train.deterministic and mixes_prompt_lengths(recipe):
+        raise ConfigError(
+            f"train.deterministic does not go with several groups in a micro-batch of {recipe.model.type}.",
+            why=MIXED_LENGTHS,
+            fix="Set schedule.groups_per_micro_batch=1 and schedule.micro_batching=generation_axis.",
+        )
     return _check_model(recipe)
 
 
@@ -148,6 +154,20 @@ _WHY_NO_GUIDANCE = {
     "guidance_scale": "diffusers' guidance_scale of this family is classifier-free guidance with a second pass.",
     "true_cfg_scale": "The network takes no guidance; classifier-free guidance, with a second pass, has a name of its own.",
 }
+
+
+MIXED_LENGTHS = (
+    "Prompts of different lengths that share a forward pass change each other's last bits, and which of them do depends on the "
+    "number of ranks."
+)
+
+
+def mixes_prompt_lengths(recipe: Recipe) -> bool:
+    """Whether passes of the rollout hold several prompts, in a family where these would see one another's length."""
+    family, schedule = FAMILIES.get(recipe.model.type), recipe.schedule
+    # A trainer that helps (TAG) need not have a rank for each group.
+    one_each = schedule.micro_batching == "batch_axis" and schedule.groups_per_micro_batch == 1 and recipe.tag == "never"
+    return family is not None and family.text_by_length and recipe.groups_in_micro_batch > 1 and not one_each
 
 
 def _check_media(recipe: Recipe) -> None:

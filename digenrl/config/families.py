@@ -22,6 +22,9 @@ class Family:
     """diffusers' default of the guidance that distilled members of the family are given; None where there are no such members."""
     guidance_embeds: bool = False
     """Whether a transformer whose config does not say so is distilled for guidance."""
+    text_by_length: bool = False
+    """Whether a pass computes no more text than its longest prompt has, so that prompts that share one change each other's last
+    bits."""
     default_size: int | None = None
     """Pixels per side that the family was trained at, where the transformer's config does not say it."""
 
@@ -45,6 +48,7 @@ FAMILIES = {
         pipeline="QwenImagePipeline",
         required=(*_THREE, "text_encoder", "tokenizer"),
         packing=2,
+        text_by_length=True,
         default_size=1024,
     ),
     "wan": Family(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.cli import export
+from digenrl.cli.check import inspect
 from digenrl.config.checks import check_recipe
 from digenrl.config.registry import component_class
 from digenrl.config.schema import Recipe
@@ -266,6 +267,41 @@ def test_plain_diffusers_reproduces_an_exported_trainer_and_not_the_base(
     assert float((untrained - trained).abs().max()) > 1e-2
 
 
+@every_image_family
+@pytest.mark.parametrize(("lora", "cfg"), [(None, 1.0), (LORA, 3.0)])
+def test_the_code_on_the_card_of_an_export_draws_what_the_run_evaluates_with(
+    cfg: float,
+    lora: dict[str, Any] | None,
+    case: FamilyCase,
+    recipe_of: Callable[..., Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_folder: Folders,
+) -> None:
+    guidance = case.rollout.get("guidance_scale")
+    evaluation = {"prompts": "builtin:shapes/heldout.jsonl", "true_cfg_scale": cfg, "guidance_scale": guidance}
+    recipe = recipe_of(case, model={"lora": lora}, eval={**evaluation, "num_inference_steps": 2})
+    export.run(str(build_run(tmp_path / "run", recipe)), str(tmp_path / "out"))
+    base = tiny_folder(case.name)
+    code = (tmp_path / "out" / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    code = code.replace(f"base = {base.name!r}  # the folder of the base model", f"base = {str(base)!r}")
+    monkeypatch.chdir(tmp_path / "out")
+    calls: list[dict[str, Any]] = []
+    pipeline_class = getattr(diffusers, case.pipeline)
+    original = pipeline_class.__call__
+
+    def recorded(self: Any, *arguments: Any, **keys: Any) -> Any:
+        calls.append(keys)
+        return original(self, *arguments, **keys)
+
+    monkeypatch.setattr(pipeline_class, "__call__", recorded)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["image"].size == (32, 32)
+    assert calls[0].get("guidance_scale") == (cfg if case.cfg_argument == "guidance_scale" else guidance)
+    assert calls[0].get("true_cfg_scale", 1.0) == (1.0 if case.cfg_argument == "guidance_scale" else cfg)
+
+
 @torch.no_grad()
 def velocity(adapter: ModelAdapter, case: FamilyCase, recipe: Recipe, network: nn.Module) -> Tensor:
     """By the adapter, with this network in it; at times and a guidance that bfloat16 has, which it rounds by up to 4 of 1000."""
@@ -416,6 +452,21 @@ def test_prompts_of_different_lengths_share_a_pass_of_qwen_image_up_to_rounding(
             one = torch.tensor([row])
             alone = adapter.predict(latents[one], timesteps[one], text.select(one), Guidance())
             torch.testing.assert_close(together[one], alone, rtol=1e-5, atol=2e-5)
+
+
+def test_micro_batches_that_mix_prompts_of_qwen_image_are_warned_of_and_not_deterministic(
+    recipe_of: Callable[..., Recipe],
+) -> None:
+    qwen, sd3 = (next(case for case in IMAGES if case.name == name) for name in ("qwen_image", "sd3"))
+    mixed = {"groups_per_micro_batch": 2}
+    assert any("different lengths" in warning for warning in inspect(recipe_of(qwen, schedule=mixed)).warnings)
+    for quiet in (recipe_of(qwen), recipe_of(sd3, schedule=mixed)):
+        assert not any("different lengths" in warning for warning in inspect(quiet).warnings)
+    check_recipe(recipe_of(qwen, train={"deterministic": True}))
+    check_recipe(recipe_of(sd3, schedule=mixed, train={"deterministic": True}))
+    with pytest.raises(ConfigError, match=r"train\.deterministic") as caught:
+        check_recipe(recipe_of(qwen, schedule=mixed, train={"deterministic": True}))
+    assert "schedule.groups_per_micro_batch=1" in caught.value.fix
 
 
 @every_family
