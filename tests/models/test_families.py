@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,29 @@ def test_options_that_save_memory_keep_the_numbers_of_images_that_fit(
     latents = torch.randn(2, *plain.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
     # Slices are batches of one, and the shape of a batch has its part in the last bits.
     torch.testing.assert_close(saving.decode(latents), plain.decode(latents), rtol=0, atol=1e-5 if option == "vae_slicing" else 0)
+
+
+@every_family
+def test_offloaded_parts_are_on_the_device_only_while_they_are_used(
+    case: FamilyCase, recipe_of: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(case, model={"offload": True})
+    adapter = load(recipe)
+    moves: list[tuple[str, str]] = []
+
+    def recorded(self: nn.Module, place: Any) -> nn.Module:
+        moves.append((type(self).__name__, str(place)))
+        return self
+
+    monkeypatch.setattr(adapter, "device", torch.device("meta"))  # in the place of a GPU: nothing is computed there
+    monkeypatch.setattr(nn.Module, "to", recorded)
+    for use in (lambda: adapter.encode_prompts(PROMPTS, ["", ""]), lambda: adapter.decode(torch.zeros(1, 1))):
+        moves.clear()
+        with suppress(RuntimeError, NotImplementedError, ValueError, IndexError):
+            use()
+        there = [name for name, place in moves if place == "meta"]
+        back = [name for name, place in moves if place == "cpu"]
+        assert there == back != []
 
 
 @every_image_family
