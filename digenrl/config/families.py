@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -14,6 +15,8 @@ class Family:
     """diffusers' class."""
     required: tuple[str, ...]
     """Components that it cannot do without."""
+    text_widths: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """Keys of the transformer's config -> text encoders, each with the key of its config, whose sizes make it up together."""
     packing: int = 1
     """Latents per side that the pipeline packs into one token; 1 where the transformer cuts patches, of its own size."""
     cfg_argument: Literal["guidance_scale", "true_cfg_scale"] = "true_cfg_scale"
@@ -35,11 +38,19 @@ FAMILIES = {
     "sd3": Family(
         pipeline="StableDiffusion3Pipeline",
         required=(*_THREE, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        text_widths={
+            "joint_attention_dim": (("text_encoder_3", "d_model"),),
+            "pooled_projection_dim": (("text_encoder", "projection_dim"), ("text_encoder_2", "projection_dim")),
+        },
         cfg_argument="guidance_scale",
     ),
     "flux": Family(
         pipeline="FluxPipeline",
         required=(*_THREE, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        text_widths={
+            "joint_attention_dim": (("text_encoder_2", "d_model"),),
+            "pooled_projection_dim": (("text_encoder", "hidden_size"),),
+        },
         packing=2,
         embedded_guidance=3.5,
         default_size=1024,
@@ -47,6 +58,7 @@ FAMILIES = {
     "qwen_image": Family(
         pipeline="QwenImagePipeline",
         required=(*_THREE, "text_encoder", "tokenizer"),
+        text_widths={"joint_attention_dim": (("text_encoder", "hidden_size"),)},
         packing=2,
         text_by_length=True,
         default_size=1024,
@@ -54,12 +66,17 @@ FAMILIES = {
     "wan": Family(
         pipeline="WanPipeline",
         required=(*_THREE, "text_encoder", "tokenizer"),
+        text_widths={"text_dim": (("text_encoder", "d_model"),)},
         cfg_argument="guidance_scale",
         default_size=480,
     ),
     "hunyuan_video": Family(
         pipeline="HunyuanVideoPipeline",
         required=(*_THREE, "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        text_widths={
+            "text_embed_dim": (("text_encoder", "hidden_size"),),
+            "pooled_projection_dim": (("text_encoder_2", "hidden_size"),),
+        },
         embedded_guidance=6.0,
         guidance_embeds=True,
         default_size=480,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.families import Family
+from digenrl.config.model_fit import check_fit
 from digenrl.errors import ConfigError
 
 
@@ -84,7 +85,11 @@ def inspect_model_folder(path: Path, family: Family) -> ModelFolder:
     positions = config.get("pos_embed_max_size")
     if positions is not None and (not isinstance(positions, int) or positions < 1):
         raise _damaged(transformer, f"pos_embed_max_size is {positions!r}, not a positive number")
-    _check_channels(config, vae_config, family)
+
+    def text_encoder(name: str) -> dict[str, Any] | None:
+        return _read_json(path / name / "config.json") if name in present else None
+
+    check_fit(config, vae_config, text_encoder, family)
     return ModelFolder(
         path=path,
         components=present,
@@ -118,19 +123,6 @@ def _patch_size(file: Path, transformer: dict[str, Any]) -> int:
     if not isinstance(size, int) or size < 1:
         raise _damaged(file, f"patch_size is {found!r}, not a positive number")
     return size
-
-
-def _check_channels(transformer: dict[str, Any], vae: dict[str, Any], family: Family) -> None:
-    """The transformer must take the latents that the VAE makes; where a config leaves this out, loading will find it."""
-    taken, made = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
-    if not isinstance(taken, int) or not isinstance(made, int) or taken == made * family.packing**2:
-        return
-    packed = f", packed {family.packing} x {family.packing} into {made * family.packing**2}" if family.packing > 1 else ""
-    raise ConfigError(
-        f"model.path: the transformer takes {taken} channels, and the VAE makes {made}{packed}.",
-        why="The two are of different models.",
-        fix="Download the model again, or put the transformer/ and the vae/ of one model there.",
-    )
 
 
 def _temporal_factor(file: Path, vae: dict[str, Any]) -> int:

@@ -109,6 +109,14 @@ class SD3Adapter(PipelineAdapter):
                     why="Stable Diffusion 3 reads its prompts with two CLIP encoders; only the third one (T5) may be left out.",
                     fix=f"Copy the folder {name}/ of the original model there, and name it in model_index.json.",
                 )
+        width = sum(encoder.config.hidden_size for encoder in (pipeline.text_encoder, pipeline.text_encoder_2))
+        if width > pipeline.transformer.config.joint_attention_dim:
+            raise ConfigError(
+                f"model.path: the two CLIP encoders make text of width {width}, and the transformer takes "
+                f"{pipeline.transformer.config.joint_attention_dim}.",
+                why="diffusers would cut off the rest without a word.",
+                fix="Put the text encoders and the transformer of one model there.",
+            )
         if pipeline.text_encoder_3 is not None and self._settings.max_sequence_length == 0:
             raise ConfigError(
                 "model.max_sequence_length: 0 leaves no tokens for the third text encoder, which this model has.",

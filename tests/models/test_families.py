@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from digenrl.cli import export
 from digenrl.cli.check import inspect
 from digenrl.config.checks import check_recipe
+from digenrl.config.families import FAMILIES as FACTS
 from digenrl.config.registry import component_class
 from digenrl.config.schema import Recipe
 from digenrl.diffusion.dynamics import ODE
@@ -383,6 +384,18 @@ def test_a_transformer_that_takes_other_channels_than_the_vae_makes_is_refused(
     folder = damaged(case, "transformer/config.json", in_channels=12)
     with pytest.raises(ConfigError, match="the transformer takes 12 channels, and the VAE makes 4"):
         check_recipe(recipe_of(case, folder))
+
+
+@every_family
+def test_a_transformer_that_takes_text_of_another_width_than_the_encoders_make_is_refused(
+    case: FamilyCase, damaged: Callable[..., Path], recipe_of: Callable[..., Recipe]
+) -> None:
+    for key in FACTS[case.type].text_widths:
+        folder = damaged(case, "transformer/config.json", **{key: 24})
+        with pytest.raises(ConfigError, match=rf"takes text of width 24 \({key}\)"):
+            check_recipe(recipe_of(case, folder))
+        shutil.rmtree(folder)
+    assert FACTS[case.type].text_widths
 
 
 @every_family
