@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from digenrl.cli import export
+from digenrl.cli import export, sample
 from digenrl.cli.check import inspect
 from digenrl.config.checks import check_recipe
 from digenrl.config.families import FAMILIES as FACTS
@@ -27,6 +27,7 @@ from digenrl.errors import ConfigError
 from digenrl.ids import SampleId
 from digenrl.models.base import Guidance, ModelAdapter, concatenate
 from digenrl.models.loading import own_memory
+from digenrl.runtime.model_recipe import recipe_of_model
 from digenrl.runtime.saved_run import OpenOptions, open_model
 from digenrl.testing import check_model
 from digenrl.testing.tiny_runs import build_run
@@ -267,6 +268,14 @@ def test_plain_diffusers_reproduces_an_exported_trainer_and_not_the_base(
     )
     assert float((loaded - trained).abs().max()) <= 1e-6  # the issue's; alpha is four times the rank
     assert float((untrained - trained).abs().max()) > 1e-2
+
+
+@every_image_family
+def test_a_bare_model_is_drawn_from_without_a_recipe(case: FamilyCase, tiny_folder: Folders, tmp_path: Path) -> None:
+    folder = str(tiny_folder(case.name))
+    sample.run(folder, prompts=["a red circle"], out=str(tmp_path / "x.png"), steps=2, height=32, width=48, true_cfg_scale=2.0)
+    assert (tmp_path / "x.png").is_file()
+    assert recipe_of_model(folder, height=None, width=None).rollout.height == (64 if case.type == "sd3" else 1024)
 
 
 @every_image_family
