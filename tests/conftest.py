@@ -19,14 +19,15 @@ import torch
 from digenrl.algorithms.base import GroupAdvantages
 from digenrl.algorithms.flow_grpo import FlowGRPO
 from digenrl.config.loader import recipe_from_plain
+from digenrl.config.registry import component_class
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.diffusion.trajectory import Trajectory
 from digenrl.ids import SampleId
-from digenrl.models.base import Conditioning
-from digenrl.models.sd3 import SD3Adapter
-from digenrl.testing.tiny_pipelines import build_sd3
+from digenrl.models.base import Conditioning, ModelAdapter
+from digenrl.testing.tiny_pipelines import BUILDERS, build_sd3
+from digenrl.testing.tiny_videos import build_hunyuan_video, build_wan
 from digenrl.training.policy import Policy
 from digenrl.training.trainer import Trainer
 from digenrl.workers.generator import Generator
@@ -61,6 +62,19 @@ def tiny_sd3_without_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path) -> Callable[[str], Path]:
+    """A function that gives the tiny folder of one of tests.families, built when it is first asked for. Read only."""
+    built = {"sd3": tiny_sd3}
+
+    def folder(name: str) -> Path:
+        if name not in built:
+            built[name] = BUILDERS[name](tmp_path_factory.mktemp("models") / name)
+        return built[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_recipe(tiny_sd3: Path) -> RecipeMaker:
     """A function that makes a small recipe; each argument is a section whose keys replace the defaults."""
 
@@ -89,12 +103,34 @@ def tiny_recipe(tiny_sd3: Path) -> RecipeMaker:
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny_videos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of tiny models of videos, by model.type. Read only."""
+    folder = tmp_path_factory.mktemp("models")
+    return {"wan": build_wan(folder / "wan"), "hunyuan_video": build_hunyuan_video(folder / "hunyuan_video")}
+
+
+@pytest.fixture(scope="session")
+def video_recipe(tiny_recipe: RecipeMaker, tiny_videos: dict[str, Path]) -> RecipeMaker:
+    """A function that makes a small recipe of a family; further arguments as for tiny_recipe."""
+
+    def make(family: str, **overrides: Any) -> Recipe:
+        model = {"type": family, "path": str(tiny_videos[family]), "max_sequence_length": 32}
+        rollout = {"num_frames": 5, "forward_batch_size": 3}
+        sections = {"model": model, "rollout": rollout}
+        for section, keys in sections.items():
+            keys.update(overrides.pop(section, {}))
+        return tiny_recipe(**sections, **overrides)
+
+    return make
+
+
 @dataclass
 class Rig:
     """Real parts of one process, wired the way runtime/build.py does it."""
 
     recipe: Recipe
-    adapter: SD3Adapter
+    adapter: ModelAdapter
     policy: Policy
     algorithm: Any
     schedule: NoiseSchedule
@@ -133,7 +169,7 @@ def make_rig(tiny_recipe: RecipeMaker) -> Callable[..., Rig]:
 
     def make(recipe: Recipe | None = None, *, make_algorithm: Callable[[Recipe], Any] | None = None, **overrides: Any) -> Rig:
         recipe = tiny_recipe(**overrides) if recipe is None else recipe
-        adapter = SD3Adapter.load(recipe, torch.device(recipe.run.device))
+        adapter = component_class("model", recipe.model.type, where="test").load(recipe, torch.device(recipe.run.device))
         algorithm = make_algorithm(recipe) if make_algorithm else FlowGRPO(recipe.algorithm.settings, recipe)
         policy = Policy(adapter, recipe, needs_reference=algorithm.needs_reference)
         rollout = recipe.rollout

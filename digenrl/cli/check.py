@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from digenrl.cli.workers import worker_lines, workers_of
 from digenrl.config.arithmetic import padding_advice, step_arithmetic
 from digenrl.config.builtin import resolve
-from digenrl.config.checks import check_recipe
+from digenrl.config.checks import MIXED_LENGTHS, check_recipe, mixes_prompt_lengths
 from digenrl.config.loader import load_recipe
 from digenrl.config.model_folder import ModelFolder
 from digenrl.config.schema import Recipe
@@ -86,6 +86,8 @@ def inspect(recipe: Recipe) -> Inspection:
             f"in bfloat16, forward passes of {rows} samples in rollout and {pairs} pairs in training differ by more than a clip "
             "of the importance ratio: give rollout.forward_batch_size and train.timestep_batch_size one value"
         )
+    if mixes_prompt_lengths(recipe):
+        warnings.append(f"{MIXED_LENGTHS} Ratios are not exactly 1 at first; use schedule.groups_per_micro_batch=1")
     warnings += _schedule_warnings(recipe)
     return Inspection(folder=folder, prompts=len(loaded.prompts), warnings=tuple(warnings))
 

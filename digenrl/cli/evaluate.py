@@ -35,11 +35,15 @@ def run(
     weights: Literal["ema", "raw"] | None = None,
     device: str | None = None,
 ) -> None:
-    """Score one picture of every prompt, print the means, and write scores.jsonl, summary.json and sheet.png."""
+    """Score one picture or video of every prompt, print the means, and write scores.jsonl, summary.json and sheet.png.
+
+    Of videos, those on the sheet are written too, as videos/prompt-N.mp4.
+    """
     calm_threads()
     from digenrl.config.builtin import resolve
     from digenrl.config.loader import load_recipe
     from digenrl.data.prompts import load_prompts
+    from digenrl.metrics.video import stills
     from digenrl.rewards.compose import WeightedRewards
     from digenrl.runtime.fresh_folder import check_is_free, fresh_folder
     from digenrl.runtime.saved_run import OpenOptions, find_model
@@ -55,7 +59,9 @@ def run(
     summary = summarise(saved, loaded, scored)
     with fresh_folder(target) as draft:
         _write(draft, loaded, scored, summary)
-        _sheet(images, loaded, scored, summary, saved.name).save(draft / "sheet.png")
+        _sheet(stills(images), loaded, scored, summary, saved.name).save(draft / "sheet.png")
+        if images.ndim == 5:
+            _videos(images, draft / "videos", saved.recipe.rollout.fps)
     for warning in saved.warnings:
         print(f"warning: passed over a newer checkpoint: {warning}", file=sys.stderr)
     if as_json:
@@ -91,6 +97,7 @@ def summarise(saved: SavedModel, prompts: Sequence[Prompt], scored: Rewards) -> 
             "seed": section.seed,
             "height": rollout.height,
             "width": rollout.width,
+            **({"num_frames": rollout.num_frames, "fps": rollout.fps} if rollout.num_frames > 1 else {}),
         },
         **_means(scored, np.ones(len(prompts), dtype=bool)),
         "category_field": field,
@@ -143,7 +150,7 @@ def _check_can_score(saved: SavedModel, *, has_judge: bool) -> None:
 
 
 def _evaluate(saved: SavedModel, prompts: Sequence[Prompt], rewards: Any) -> tuple[NDArray[np.uint8], Rewards]:
-    """Images [N, H, W, 3] and rewards of N prompts, by the very evaluator that runs during training."""
+    """Images [N, H, W, 3] or videos [N, F, H, W, 3], and rewards, by the very evaluator that runs during training."""
     from digenrl.runtime.saved_run import load_model
     from digenrl.workers.evaluator import Evaluator
     from digenrl.workers.scorer import ScoredBatch, Scorer
@@ -158,7 +165,8 @@ def _evaluate(saved: SavedModel, prompts: Sequence[Prompt], rewards: Any) -> tup
             return kept[-1]
 
     opened = load_model(saved)
-    scorer = KeepingScorer(opened.adapter, rewards, forward_batch_size=saved.recipe.rollout.forward_batch_size)
+    rollout = saved.recipe.rollout
+    scorer = KeepingScorer(opened.adapter, rewards, forward_batch_size=rollout.forward_batch_size, fps=rollout.fps)
     # No average: the policy holds the weights that were asked for already.
     evaluation = Evaluator(opened.policy, None, scorer, saved.recipe, saved.section, prompts).evaluate()
     (batch,) = kept
@@ -201,6 +209,15 @@ def _sheet(images: NDArray[np.uint8], prompts: Sequence[Prompt], scored: Rewards
     mean = "-" if summary["reward"] is None else f"{summary['reward']:.3f}"
     title = f"reward {mean} on {len(prompts)} prompts: {name}"
     return contact_sheet(images, [prompt.text for prompt in prompts], scores, title=title)
+
+
+def _videos(videos: NDArray[np.uint8], folder: Path, fps: float) -> None:
+    from digenrl.metrics.sheet import chosen_rows
+    from digenrl.metrics.video import save_video
+
+    folder.mkdir()
+    for index in chosen_rows(len(videos)):
+        save_video(folder / f"prompt-{index:03d}.mp4", videos[index], fps)
 
 
 def _plain(value: float) -> float | None:

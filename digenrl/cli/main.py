@@ -106,17 +106,21 @@ def sample(
     source: RunOrModel,
     prompt: Annotated[list[str], typer.Option("--prompt", help="A prompt; may be given several times.")],
     num: Annotated[int, typer.Option(help="Pictures of each prompt.", min=1)] = 1,
-    out: Annotated[str, typer.Option(metavar="FILE.png_OR_FOLDER", help="x.png, x-000.png..., or a folder.")] = "sample.png",
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE_OR_FOLDER", help="x.png, x-000.png..., x.mp4, or a folder; sample.png by default.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the noise; the run's eval.seed by default.", min=0)] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps (ODE).", min=1)] = None,
     weights: Weights = None,
     height: Annotated[int | None, typer.Option(help="Pixels.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
+    num_frames: Annotated[int | None, typer.Option(help="Frames of a video; 1 is an image.", min=1)] = None,
+    fps: Annotated[float | None, typer.Option(help="Frames per second of a video.")] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 is none.")] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="Embedded guidance of distilled models.")] = None,
     device: Device = None,
 ) -> None:
-    """Draw pictures with a run or a model, as its evaluation draws them."""
+    """Draw pictures or videos with a run or a model, as its evaluation draws them."""
     from digenrl.cli.sample import run
 
     run(
@@ -129,6 +133,8 @@ def sample(
         weights=weights,
         height=height,
         width=width,
+        num_frames=num_frames,
+        fps=fps,
         true_cfg_scale=true_cfg_scale,
         guidance_scale=guidance_scale,
         device=device,
@@ -145,7 +151,7 @@ def evaluate(
     weights: Weights = None,
     device: Device = None,
 ) -> None:
-    """Score one picture of every prompt: means by reward and category, scores.jsonl and a picture sheet."""
+    """Score one picture or video of every prompt: means by reward and category, scores.jsonl, a picture sheet, videos."""
     from digenrl.cli.evaluate import run
 
     run(source, prompts=prompts, recipe=recipe, as_json=as_json, out=out, weights=weights, device=device)

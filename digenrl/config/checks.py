@@ -6,19 +6,14 @@ They run in ``digenrl check`` and again before every run starts; none of them lo
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 from digenrl.config.builtin import PREFIX, resolve
+from digenrl.config.families import FAMILIES, Family
 from digenrl.config.model_folder import ModelFolder, inspect_model_folder
+from digenrl.config.registry import media_of
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
-
-PIPELINES = {  # by model.type: diffusers' class, and the components that it cannot do without
-    "sd3": (
-        "StableDiffusion3Pipeline",
-        ("transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
-    )
-}
-_WITHOUT_EMBEDDED_GUIDANCE = {"sd3"}
 
 
 def check_recipe(recipe: Recipe) -> ModelFolder | None:
@@ -31,7 +26,16 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
     _check_trainer(recipe)
     _check_batch_size(recipe)
     _check_emulation(recipe)
-    _check_guidance(recipe)
+    family = FAMILIES.get(recipe.model.type)
+    if family is not None and family.embedded_guidance is None:
+        check_guidance(recipe, family, distilled=False)
+    _check_media(recipe)
+    if recipe.train.deterministic and mixes_prompt_lengths(recipe):
+        raise ConfigError(
+            f"train.deterministic does not go with several groups in a micro-batch of {recipe.model.type}.",
+            why=MIXED_LENGTHS,
+            fix="Set schedule.groups_per_micro_batch=1 and schedule.micro_batching=generation_axis.",
+        )
     return _check_model(recipe)
 
 
@@ -131,27 +135,90 @@ def _check_batch_size(recipe: Recipe) -> None:
         )
 
 
-def _check_guidance(recipe: Recipe) -> None:
-    if recipe.model.type not in _WITHOUT_EMBEDDED_GUIDANCE:
+def check_guidance(recipe: Recipe, family: Family, *, distilled: bool) -> None:
+    """Raise ConfigError for an embedded guidance that the model (not ``distilled`` for it) would not look at."""
+    if distilled:
         return
+    this_model = recipe.model.type if family.embedded_guidance is None else repr(recipe.model.path)
     for section in ("rollout", "eval"):
         settings = getattr(recipe, section)
         if settings is not None and settings.guidance_scale is not None:
             raise ConfigError(
-                f"{section}.guidance_scale is for models with embedded guidance, and {recipe.model.type} has none.",
-                why="diffusers' guidance_scale of this family is classifier-free guidance with a second pass.",
+                f"{section}.guidance_scale is for models with embedded guidance, and {this_model} has none.",
+                why=_WHY_NO_GUIDANCE[family.cfg_argument],
                 fix=f"Use {section}.true_cfg_scale={settings.guidance_scale} instead.",
             )
 
 
+_WHY_NO_GUIDANCE = {
+    "guidance_scale": "diffusers' guidance_scale of this family is classifier-free guidance with a second pass.",
+    "true_cfg_scale": "The network takes no guidance; classifier-free guidance, with a second pass, has a name of its own.",
+}
+
+
+MIXED_LENGTHS = (
+    "Prompts of different lengths that share a forward pass change each other's last bits, and which of them do depends on the "
+    "number of ranks."
+)
+
+
+def mixes_prompt_lengths(recipe: Recipe) -> bool:
+    """Whether passes of the rollout hold several prompts, in a family where these would see one another's length."""
+    family, schedule = FAMILIES.get(recipe.model.type), recipe.schedule
+    # A trainer that helps (TAG) need not have a rank for each group.
+    one_each = schedule.micro_batching == "batch_axis" and schedule.groups_per_micro_batch == 1 and recipe.tag == "never"
+    return family is not None and family.text_by_length and recipe.groups_in_micro_batch > 1 and not one_each
+
+
+def _check_media(recipe: Recipe) -> None:
+    frames = recipe.rollout.num_frames
+    if frames > 1 and "video" not in media_of("model", recipe.model.type, where="model.type"):
+        raise ConfigError(
+            f"rollout.num_frames ({frames}) is for models of videos, and {recipe.model.type} makes images.",
+            fix="Use rollout.num_frames=1, or another model.type (`digenrl show model`).",
+        )
+    for index, reward in enumerate(recipe.rewards):
+        if frames == 1 and "image" not in media_of("reward", reward.type, where=f"rewards.{index}.type"):
+            raise ConfigError(
+                f"rewards.{index}: {reward.type} scores videos, and rollout.num_frames is 1: an image.",
+                fix="Set rollout.num_frames, or use a reward that scores images.",
+            )
+    if frames > 1 and find_spec("av") is None:
+        raise ConfigError(
+            "rollout.num_frames: saving videos needs the package av, which is not installed.",
+            why="Videos are kept as mp4 files.",
+            fix="pip install av.",
+        )
+
+
+def _check_frames(recipe: Recipe, folder: ModelFolder) -> None:
+    frames, factor = recipe.rollout.num_frames, folder.vae_temporal_factor
+    if (frames - 1) % factor:
+        low = (frames - 1) // factor * factor + 1
+        nearest = low if frames - low <= low + factor - frames else low + factor
+        raise ConfigError(
+            f"rollout.num_frames ({frames}) is not 1 more than a multiple of {factor}.",
+            why=f"The VAE makes one frame of the first latent frame, and {factor} of each further one.",
+            fix=f"Use rollout.num_frames={nearest}, the nearest that it can make ({low} and {low + factor} are its neighbours).",
+        )
+
+
 def _check_model(recipe: Recipe) -> ModelFolder | None:
-    if recipe.model.type not in PIPELINES:
+    family = FAMILIES.get(recipe.model.type)
+    if family is None:
         return None
     path = resolve(recipe.model.path, where="model.path")
     if not os.path.exists(path) and looks_like_hub_id(recipe.model.path):
         return None
-    pipeline, required = PIPELINES[recipe.model.type]
-    folder = inspect_model_folder(path, pipeline=pipeline, required=required)
+    folder = inspect_model_folder(path, family)
+    check_guidance(recipe, family, distilled=folder.guidance_embeds)
+    _check_pixels(recipe, folder)
+    _check_frames(recipe, folder)
+    _check_steps(recipe, folder)
+    return folder
+
+
+def _check_pixels(recipe: Recipe, folder: ModelFolder) -> None:
     for side in ("height", "width"):
         pixels = getattr(recipe.rollout, side)
         if pixels % folder.pixel_multiple:
@@ -169,7 +236,17 @@ def _check_model(recipe: Recipe) -> ModelFolder | None:
                 why=f"Its transformer knows {folder.positions} positions per side.",
                 fix=f"Use rollout.{side}={limit} or less.",
             )
-    return folder
+
+
+def _check_steps(recipe: Recipe, folder: ModelFolder) -> None:
+    for section in ("rollout", "eval"):
+        settings = getattr(recipe, section)
+        if folder.shift_terminal and settings is not None and settings.num_inference_steps == 1:
+            raise ConfigError(
+                f"{section}.num_inference_steps: a schedule of 1 step is not defined for this model.",
+                why=f"Its noise scheduler stretches the sigmas to end at {folder.shift_terminal:g}, which needs two of them.",
+                fix=f"Use {section}.num_inference_steps=2 or more.",
+            )
 
 
 def looks_like_hub_id(path: str) -> bool:

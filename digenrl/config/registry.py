@@ -11,11 +11,15 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
 from digenrl.errors import ConfigError
+
+Medium = Literal["image", "video"]
+"""What a model makes and a reward looks at."""
+_MEDIA: tuple[Medium, ...] = get_args(Medium)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,8 @@ class Registered:
     component: str
     settings: str
     summary: str
+    media: tuple[Medium, ...] = ("image",)
+    """As the class says it, which need not be imported for it."""
 
 
 ALGORITHMS = {
@@ -39,6 +45,28 @@ MODELS = {
         component="digenrl.models.sd3:SD3Adapter",
         settings="digenrl.config.settings.models:SD3Settings",
         summary="Stable Diffusion 3 and 3.5 (any StableDiffusion3Pipeline folder or hub id)",
+    ),
+    "flux": Registered(
+        component="digenrl.models.flux:FluxAdapter",
+        settings="digenrl.config.settings.models:FluxSettings",
+        summary="FLUX.1-dev and FLUX.1-schnell (any FluxPipeline folder or hub id)",
+    ),
+    "qwen_image": Registered(
+        component="digenrl.models.qwen_image:QwenImageAdapter",
+        settings="digenrl.config.settings.models:QwenImageSettings",
+        summary="Qwen-Image (any QwenImagePipeline folder or hub id)",
+    ),
+    "wan": Registered(
+        component="digenrl.models.wan:WanAdapter",
+        settings="digenrl.config.settings.models:WanSettings",
+        summary="Wan2.1 text to video, 1.3B and 14B (any WanPipeline folder or hub id with one transformer)",
+        media=("image", "video"),
+    ),
+    "hunyuan_video": Registered(
+        component="digenrl.models.hunyuan_video:HunyuanVideoAdapter",
+        settings="digenrl.config.settings.models:HunyuanVideoSettings",
+        summary="HunyuanVideo text to video (any HunyuanVideoPipeline folder or hub id)",
+        media=("image", "video"),
     ),
 }
 REWARDS = {
@@ -70,6 +98,22 @@ def settings_class(kind: str, name: str, *, where: str) -> type[BaseModel]:
             fix="Give the class an inner `class Settings(pydantic.BaseModel)` with one documented field per key.",
         )
     return own
+
+
+def media_of(kind: str, name: str, *, where: str) -> tuple[Medium, ...]:
+    """What a model makes, or a reward looks at: the class's ``media``, and images where it says nothing."""
+    registered = _registered(kind, name, where=where)
+    if registered is not None:
+        return registered.media
+    own = _import_own(name, where=where)
+    media: object = getattr(own, "media", ("image",))
+    if not isinstance(media, tuple) or not media or not set(media) <= set(_MEDIA):
+        raise ConfigError(
+            f"{where}: {name} has media = {media!r}.",
+            why=f"It says what the {kind} can handle.",
+            fix='Use media = ("image",), ("video",) or ("image", "video").',
+        )
+    return media
 
 
 def component_class(kind: str, name: str, *, where: str) -> Any:

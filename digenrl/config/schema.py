@@ -57,6 +57,14 @@ class ModelSection(Section):
     )
     lora: LoraSection | None = Field(default=None, description="Train low-rank adapters; full fine-tuning when absent.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward to save memory.")
+    offload: bool = Field(
+        default=False,
+        description="Keep text encoders and VAE on the CPU, and on the GPU only while prompts are encoded and latents decoded.",
+    )
+    vae_tiling: bool = Field(
+        default=False, description="Decode large images in overlapping tiles: less memory, and seams may show in other pixels."
+    )
+    vae_slicing: bool = Field(default=False, description="Decode the samples of a batch one after the other: less memory.")
     settings: SerializeAsAny[BaseModel] = Field(description="The family's own keys, written beside these in a recipe.")
 
 
@@ -78,6 +86,8 @@ class RolloutSection(Section):
     num_inference_steps: int = Field(ge=1, le=_MOST, description="Denoising steps T.")
     height: int = Field(ge=8, le=_MOST, description="Image height in pixels.")
     width: int = Field(ge=8, le=_MOST, description="Image width in pixels.")
+    num_frames: int = Field(default=1, ge=1, le=_MOST, description="Frames of a video, for models that make them; 1 is an image.")
+    fps: float = Field(default=16.0, gt=0, le=1000, description="Frames per second of saved videos; rewards are told, too.")
     noise_level: float = Field(
         default=0.7, ge=0, description="Strength of the SDE noise (a of flow_sde and cps, eta of dance_sde); 0 is the ODE."
     )

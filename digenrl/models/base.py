@@ -63,7 +63,10 @@ def part_not_loaded(part: Part, parts: frozenset[Part], *, needed_for: str) -> P
 
 
 class ModelAdapter(Protocol):
-    """One model family, or the parts of one that a process needs, loaded on one device."""
+    """One model family, or the parts of one that a process needs, loaded on one device.
+
+    A class that makes videos says so: ``media = ("image", "video")``.
+    """
 
     transformer: nn.Module
     """The network that is trained; others may be put in its place. Raises ProtocolError where it was not loaded."""
@@ -91,8 +94,11 @@ class ModelAdapter(Protocol):
         """Encode a batch of prompts with the text encoders; the caller keeps the batch's size canonical."""
         ...
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents, without the batch; needs no part. height, width: pixels."""
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """Shape of one sample's latents, without the batch; needs no part. height, width: pixels.
+
+        A model of images is never asked for more than one frame.
+        """
         ...
 
     def noise_schedule(self, num_inference_steps: int, height: int, width: int) -> NoiseSchedule:
@@ -104,5 +110,8 @@ class ModelAdapter(Protocol):
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of final latents [B, *latent], by the VAE. Returns [B, 3, height, width] float32 in [0, 1]."""
+        """Images or videos of final latents [B, *latent], by the VAE.
+
+        Returns [B, 3, height, width] float32 in [0, 1]; [B, num_frames, 3, height, width] where there is more than one frame.
+        """
         ...

@@ -61,7 +61,9 @@ def export_pipeline(
     shift = flow_shift(recipe)
     if shift is not None:
         scheduler = pipeline.scheduler
-        pipeline.register_modules(scheduler=scheduler.from_config(scheduler.config, shift=shift, use_dynamic_shifting=False))
+        # UniPC, which Wan's folders name, has a word of its own for it.
+        changes = {"flow_shift": shift} if "flow_shift" in scheduler.config else {"shift": shift, "use_dynamic_shifting": False}
+        pipeline.register_modules(scheduler=scheduler.from_config(scheduler.config, **changes))
     for component in pipeline.components.values():
         if isinstance(component, nn.Module):
             component.to(torch.float32)

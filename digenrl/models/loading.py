@@ -8,6 +8,7 @@ pipeline derives from such a component's config are the same as with it; no glob
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ def quiet_libraries() -> None:
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
+    # Norms of float32 weights under autocast, as full fine-tuning in bfloat16 has them, and torch would tell once a process.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,12 @@ class ConfigOnly:
 
     config: Any
     """Mapping with the keys as attributes too, as a loaded model has it."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What some models repeat of their config as attributes of their own, and their pipelines read there."""
+        if name != "config" and name in self.config:
+            return self.config[name]
+        raise AttributeError(f"{name!r} is not in the config of a model that is not loaded")
 
 
 def load_pipeline(pipeline_class: Any, path: str, *, absent: tuple[str, ...], without: Collection[str] = ()) -> Any:

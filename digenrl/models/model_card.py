@@ -16,10 +16,13 @@ import yaml
 
 from digenrl.config.builtin import PREFIX, resolve
 from digenrl.config.checks import looks_like_hub_id
+from digenrl.config.families import FAMILIES, Family
 from digenrl.config.schema import EvalSection, Recipe
 from digenrl.models.export import LORA_FILE, flow_shift
 
 _CARDS = ("README.md", "MODEL_CARD.md")
+_UNKNOWN = Family(pipeline="", required=(), cfg_argument="guidance_scale")
+"""Of an adapter of the user's own: as most pipelines have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +69,8 @@ def model_card(facts: CardFacts) -> str:
 
 def loading_code(facts: CardFacts) -> str:
     """Python that draws one picture, when it runs in the exported folder."""
-    recipe, section = facts.recipe, facts.section
-    call: dict[str, Any] = {
-        "height": recipe.rollout.height,
-        "width": recipe.rollout.width,
-        "num_inference_steps": section.num_inference_steps,
-        # diffusers' name of classifier-free guidance in these families; a distilled model's embedded guidance has it, too.
-        "guidance_scale": section.true_cfg_scale if section.guidance_scale is None else section.guidance_scale,
-    }
-    text_tokens = recipe.model.settings.model_dump().get("max_sequence_length")
-    if text_tokens is not None:
-        call["max_sequence_length"] = text_tokens
+    recipe = facts.recipe
+    call = _call(recipe, facts.section)
     # A place for a text encoder that is empty has to be named, or diffusers asks for its folder.
     empty = [name for name in facts.absent if name.startswith(("text_encoder", "tokenizer"))]
     options = ", dtype=torch.float32" + "".join(f", {name}=None" for name in empty)
@@ -95,8 +89,29 @@ def loading_code(facts: CardFacts) -> str:
             changes = f"shift={shift}, use_dynamic_shifting=False"
             lines += [f"pipeline.scheduler = pipeline.scheduler.from_config(pipeline.scheduler.config, {changes})"]
     arguments = "".join(f"    {name}={value!r},\n" for name, value in call.items())
-    lines += [f"image = pipeline(\n    {facts.prompt!r},\n{arguments}).images[0]"]
+    found, output = ("image", "images") if recipe.rollout.num_frames == 1 else ("video", "frames")
+    lines += [f"{found} = pipeline(\n    {facts.prompt!r},\n{arguments}).{output}[0]"]
     return "\n".join(lines) + "\n"
+
+
+def _call(recipe: Recipe, section: EvalSection) -> dict[str, Any]:
+    """Arguments of the pipeline that draw as the run evaluates, by the names that diffusers has for them in this family."""
+    rollout, family = recipe.rollout, FAMILIES.get(recipe.model.type, _UNKNOWN)
+    call: dict[str, Any] = {"height": rollout.height, "width": rollout.width}
+    if rollout.num_frames > 1:
+        call["num_frames"] = rollout.num_frames
+    call["num_inference_steps"] = section.num_inference_steps
+    if family.cfg_argument == "guidance_scale":
+        call["guidance_scale"] = section.true_cfg_scale
+    else:
+        if section.guidance_scale is not None:
+            call["guidance_scale"] = section.guidance_scale
+        if section.true_cfg_scale > 1:
+            call |= {"true_cfg_scale": section.true_cfg_scale, "negative_prompt": ""}
+    text_tokens = recipe.model.settings.model_dump().get("max_sequence_length")
+    if text_tokens is not None:
+        call["max_sequence_length"] = text_tokens
+    return call
 
 
 def base_name(path: str) -> str:

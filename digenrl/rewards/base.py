@@ -1,5 +1,8 @@
 """What a reward is: a mapping from sample ids to scores, computed from the very pixels that are saved.
 
+A class says in ``media`` what it looks at: ("image",), which is the default, ("video",) or both. Of a video, a reward of images
+is asked for every frame, and the mean over frames is the video's score.
+
 Invariants: a reward sees each image together with its sample's id and answers by id, so a shuffled batch cannot mix
 rewards up; a missing, surplus or foreign id, a non-number or an exception stops the run with the reward's name; a
 non-finite score marks its sample invalid and is never replaced by a number.
@@ -26,7 +29,14 @@ class RewardSample:
     metadata: Mapping[str, object]
     """The prompt's extra fields from a jsonl file (GenEval's ``include``, an OCR target, ...); empty for txt files."""
     image: NDArray[np.uint8]
-    """[H, W, 3] uint8 RGB, exactly the pixels that the run folder's PNG holds."""
+    """[H, W, 3] uint8 RGB, exactly the pixels that the run folder's PNG holds; [F, H, W, 3] for a reward of videos."""
+    fps: float | None = None
+    """Frames per second of a video."""
+
+    @property
+    def frames(self) -> NDArray[np.uint8]:
+        """[F, H, W, 3]; F is 1 for an image. The run folder's mp4 is a compressed copy of it."""
+        return self.image if self.image.ndim == 4 else self.image[None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +50,10 @@ class Score:
 
 
 class Reward(Protocol):
-    """One reward. A user's class needs ``__init__(self, settings)``, ``Settings`` (pydantic) and ``score``."""
+    """One reward. A user's class needs ``__init__(self, settings)``, ``Settings`` (pydantic) and ``score``.
+
+    ``media``, a class attribute, may be left out by a reward of images.
+    """
 
     def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, Score | float]:
         """Score each sample: one entry per ``sample.id``, no more and no less."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,7 @@ class WeightedRewards:
         totals = np.zeros(len(samples))
         parts: dict[str, NDArray[np.float64]] = {}
         for spec, reward in self._rewards:
-            scores = [_as_score(spec.name, answer) for answer in (_ask(spec.name, reward, samples) if samples else ())]
+            scores = _scores(spec.name, reward, samples) if samples else []
             values = np.array([score.value for score in scores], dtype=np.float64)
             parts[spec.name] = values
             for part in {name: None for score in scores for name in score.parts}:
@@ -83,6 +83,27 @@ def _build(spec: RewardSpec, reward_class: Callable[[BaseModel], Reward]) -> Rew
             why="It is built once, before anything is generated.",
             fix="Check its settings and the packages that it needs; `__init__` takes its settings and nothing else.",
         ) from error
+
+
+def _scores(name: str, reward: Reward, samples: Sequence[RewardSample]) -> list[Score]:
+    """One score per sample: of videos, for a reward of images, the mean over frames."""
+    is_video = samples[0].image.ndim == 4
+    if not is_video or "video" in getattr(reward, "media", ("image",)):
+        return [_as_score(name, answer) for answer in _ask(name, reward, samples)]
+    by_frame = []
+    for number in range(len(samples[0].frames)):
+        # Frame by frame: the samples of one call have different ids, as a reward may expect.
+        frames = tuple(replace(sample, image=sample.frames[number], fps=None) for sample in samples)
+        by_frame.append([_as_score(name, answer) for answer in _ask(name, reward, frames)])
+    return [_mean_score(scores) for scores in zip(*by_frame, strict=True)]
+
+
+def _mean_score(frames: Sequence[Score]) -> Score:
+    """The mean of each number; NaN where one frame has no valid score."""
+    names = {part: None for frame in frames for part in frame.parts}
+    parts = {part: float(np.mean([frame.parts.get(part, np.nan) for frame in frames])) for part in names}
+    with np.errstate(invalid="ignore"):
+        return Score(value=float(np.mean([frame.value for frame in frames])), parts=parts)
 
 
 def _ask(name: str, reward: Reward, samples: Sequence[RewardSample]) -> list[Score | float]:

@@ -64,7 +64,9 @@ def build_components(recipe: Recipe, roles: Set[Role], device: torch.device, gro
     adapter = component_class("model", recipe.model.type, where="model.type").load(
         recipe, device, frozenset(_PARTS[role] for role in roles)
     )
-    scorer = Scorer(adapter, rewards, forward_batch_size=recipe.rollout.forward_batch_size) if rewards is not None else None
+    scorer = None
+    if rewards is not None:
+        scorer = Scorer(adapter, rewards, forward_batch_size=recipe.rollout.forward_batch_size, fps=recipe.rollout.fps)
     if not roles & {"generate", "train"}:
         return Components(recipe=recipe, adapter=adapter, algorithm=algorithm, scorer=scorer)
     trains, rollout = "train" in roles, recipe.rollout

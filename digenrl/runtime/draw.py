@@ -28,7 +28,7 @@ from digenrl.workers.scorer import Scorer
 
 @torch.no_grad()
 def draw(opened: OpenedModel, prompts: Sequence[Prompt], *, num: int) -> NDArray[np.uint8]:
-    """Draw ``num`` pictures of each prompt. Returns [P * num, H, W, 3], prompt by prompt.
+    """Draw ``num`` pictures of each prompt. Returns [P * num, H, W, 3], of videos [P * num, F, H, W, 3], prompt by prompt.
 
     Raises RunFailed when a picture is not finite.
     """
@@ -39,7 +39,7 @@ def draw(opened: OpenedModel, prompts: Sequence[Prompt], *, num: int) -> NDArray
     size = min(rollout.forward_batch_size, len(samples))
     conditioning = encode_prompts(adapter, prompts, min(size, len(prompts)))
     schedule = adapter.noise_schedule(section.num_inference_steps, rollout.height, rollout.width)
-    shape = adapter.latent_shape(rollout.height, rollout.width)
+    shape = adapter.latent_shape(rollout.height, rollout.width, rollout.num_frames)
     initial = torch.stack([normal(shape, section.seed, Purpose.EVALUATION, s.prompt, s.sample) for s in samples])
     guidance = Guidance(section.true_cfg_scale, section.guidance_scale)
 

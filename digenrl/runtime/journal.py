@@ -18,6 +18,7 @@ from digenrl.ids import SampleId, StepOutcome
 from digenrl.metrics.console import RunConsole
 from digenrl.metrics.guards import warnings_of
 from digenrl.metrics.log import MetricsLog
+from digenrl.metrics.video import filmstrips
 from digenrl.rewards.compose import Rewards
 from digenrl.runtime.ledger import StepRecord
 from digenrl.runtime.run_folder import RunFolder
@@ -31,7 +32,7 @@ class Pictures:
     rows: list[int]
     """n rows of the micro-batch."""
     images: NDArray[np.uint8]
-    """[n, H, W, 3]"""
+    """[n, H, W, 3], of videos [n, F, H, W, 3]."""
 
 
 class Journal:
@@ -106,8 +107,8 @@ class Journal:
             for row in chosen
         ]
         names = [f"prompt-{samples[row].prompt:03d}-sample-{samples[row].sample:03d}" for row in chosen]
-        self._folder.save_samples(f"step-{step:06d}", pictures.images, names, rows)
-        self._log.images("train/samples", step, pictures.images, [_caption(row) for row in rows])
+        self._folder.save_samples(f"step-{step:06d}", pictures.images, names, rows, fps=self._recipe.rollout.fps)
+        self._log.images("train/samples", step, filmstrips(pictures.images), [_caption(row) for row in rows])
 
     def stepped(self, step: int, outcome: StepOutcome, trained: Mapping[str, float], record: StepRecord[Any, Any]) -> None:
         """An RL step is over: log its metrics. trained: what the trainer says of it."""
@@ -161,8 +162,9 @@ class Journal:
             for i in range(count)
         ]
         names = [f"prompt-{i:03d}" for i in range(count)]
-        self._folder.save_samples(f"eval-version-{version:06d}", evaluation.images[:count], names, rows)
-        self._log.images("eval/samples", version, evaluation.images[:count], [_caption(row) for row in rows])
+        images = evaluation.images[:count]
+        self._folder.save_samples(f"eval-version-{version:06d}", images, names, rows, fps=self._recipe.rollout.fps)
+        self._log.images("eval/samples", version, filmstrips(images), [_caption(row) for row in rows])
         # The row comes last: a version whose row is there is not evaluated again when the run goes on.
         self._log.log("eval", version, metrics)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from digenrl.config.builtin import PREFIX, resolve
-from digenrl.config.checks import PIPELINES  # the one place that says which pipeline is which family
+from digenrl.config.families import FAMILIES
 from digenrl.config.loader import recipe_from_plain
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
@@ -23,7 +23,7 @@ def recipe_of_model(source: str, *, height: int | None, width: int | None) -> Re
     """
     index = pipeline_config(source)
     family = family_of(source, index)
-    default = _trained_size(source, index) if height is None or width is None else None
+    default = (FAMILIES[family].default_size or _trained_size(source, index)) if height is None or width is None else None
     model: dict[str, Any] = {"type": family, "path": source}
     if family == "sd3" and not _is_present(index.get("text_encoder_3")):
         model["max_sequence_length"] = 0
@@ -56,7 +56,7 @@ def pipeline_config(source: str) -> dict[str, Any]:
 def family_of(source: str, index: dict[str, Any]) -> str:
     """The ``model.type`` of a model whose ``model_index.json`` is ``index``."""
     pipeline = index.get("_class_name")
-    families = {name: family for family, (name, _) in PIPELINES.items()}
+    families = {family.pipeline: name for name, family in FAMILIES.items()}
     if pipeline not in families:
         raise ConfigError(
             f"{source!r} holds a {pipeline}, a pipeline of no model family that DigenRL knows.",

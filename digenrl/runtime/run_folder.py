@@ -1,6 +1,6 @@
 """The folder of one run: what lies where, and that no other run is ever overwritten.
 
-Files: recipe.yaml, metrics.jsonl, trace.jsonl, summary.json, reward.png, samples/index.jsonl, samples/<when>/*.png,
+Files: recipe.yaml, metrics.jsonl, trace.jsonl, summary.json, reward.png, samples/index.jsonl, samples/<when>/*.png (and *.mp4),
 checkpoints/step-N/ (training/checkpoint.py); on a cluster, workers.json (which process is which worker). A continued run
 writes trace-from-N.jsonl.
 """
@@ -25,6 +25,7 @@ from digenrl.config.schema import Recipe
 from digenrl.config.text import expand_home
 from digenrl.errors import ConfigError, RunFailed
 from digenrl.metrics.log import resume_rows
+from digenrl.metrics.video import filmstrips, save_video
 
 LOCK = ".lock"
 
@@ -126,14 +127,15 @@ class RunFolder:
         draft.replace(self.summary)
 
     def save_samples(
-        self, when: str, images: NDArray[np.uint8], names: Sequence[str], rows: Sequence[Mapping[str, object]]
+        self, when: str, images: NDArray[np.uint8], names: Sequence[str], rows: Sequence[Mapping[str, object]], *, fps: float
     ) -> None:
         """Save pictures as samples/<when>/<name>.png with one line each in samples/index.jsonl.
 
-        images: [N, H, W, 3]; rows: what the index says of each (prompt, rewards, policy version, ...).
+        images: [N, H, W, 3]; rows: what the index says of each (prompt, rewards, policy version, ...). Of videos
+        [N, F, H, W, 3], the file is <name>.mp4, and <name>.png beside it shows a few frames.
         """
         try:
-            self._write_samples(self._samples / when, images, names, rows)
+            self._write_samples(self._samples / when, images, names, rows, fps)
         except OSError as error:
             raise RunFailed(
                 f"Pictures could not be saved in {str(self._samples)!r}: {error.strerror or error}.",
@@ -142,13 +144,18 @@ class RunFolder:
             ) from error
 
     def _write_samples(
-        self, folder: Path, images: NDArray[np.uint8], names: Sequence[str], rows: Sequence[Mapping[str, object]]
+        self, folder: Path, images: NDArray[np.uint8], names: Sequence[str], rows: Sequence[Mapping[str, object]], fps: float
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        pictures, videos = filmstrips(images), images if images.ndim == 5 else None
         with (self._samples / "index.jsonl").open("a", encoding="utf-8") as index:
-            for image, name, row in zip(images, names, rows, strict=True):
+            for number, (picture, name, row) in enumerate(zip(pictures, names, rows, strict=True)):
                 path = folder / f"{name}.png"
-                Image.fromarray(image).save(path)
+                Image.fromarray(picture).save(path)
+                if videos is not None:
+                    path = folder / f"{name}.mp4"
+                    path.unlink(missing_ok=True)  # of a step that is done again
+                    save_video(path, videos[number], fps)
                 digest = hashlib.sha256(path.read_bytes()).hexdigest()
                 line = {"file": str(path.relative_to(self.path)), "sha256": digest, **row}
                 index.write(json.dumps(line, ensure_ascii=False) + "\n")

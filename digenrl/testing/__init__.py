@@ -1,1 +1,5 @@
-"""What users need to test components of their own: tiny models that load in a blink, without a download."""
+"""What users need to test components of their own: contracts, and tiny models that load in a blink, without a download."""
+
+from digenrl.testing.model_contract import check_model
+
+__all__ = ["check_model"]

@@ -6,7 +6,8 @@ Invariant: the same arguments give the same weights, and no global random state 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ import torch
 from torch import nn
 
 from digenrl.models.loading import quiet_libraries
+from digenrl.testing.tiny_text import (
+    clip_encoder,
+    clip_tokenizer,
+    qwen_tokenizer,
+    qwen_vl_encoder,
+    strengthened,
+    t5_encoder,
+    t5_tokenizer,
+)
+from digenrl.testing.tiny_videos import build_hunyuan_video, build_wan
 
 
 def build_sd3(folder: str | Path, *, with_t5: bool = True, seed: int = 0, **transformer: Any) -> Path:
@@ -45,76 +56,124 @@ def build_sd3(folder: str | Path, *, with_t5: bool = True, seed: int = 0, **tran
         "qk_norm": "rms_norm",
         "dual_attention_layers": (0,),
     } | transformer
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with _seeded(seed):
         pipeline = StableDiffusion3Pipeline(
-            transformer=_strengthened(SD3Transformer2DModel(**arguments)),
+            transformer=strengthened(SD3Transformer2DModel(**arguments)),
             vae=_vae(AutoencoderKL, arguments["in_channels"]),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            text_encoder=_clip_encoder(),
+            text_encoder=clip_encoder(),
             tokenizer=clip_tokenizer(),
-            text_encoder_2=_clip_encoder(),
+            text_encoder_2=clip_encoder(),
             tokenizer_2=clip_tokenizer(),
-            text_encoder_3=_t5_encoder(arguments["joint_attention_dim"]) if with_t5 else None,
+            text_encoder_3=t5_encoder(arguments["joint_attention_dim"]) if with_t5 else None,
             tokenizer_3=t5_tokenizer() if with_t5 else None,
         )
     pipeline.save_pretrained(str(folder), safe_serialization=True)
     return Path(folder)
 
 
-def clip_tokenizer(max_length: int = 77) -> Any:
-    """A CLIP tokenizer whose tokens are single bytes: any text, no vocabulary file."""
-    from transformers import CLIPTokenizer
+def build_flux(folder: str | Path, *, distilled: bool = True, seed: int = 0, **transformer: Any) -> Path:
+    """Save a FLUX.1 of about 0.2 million weights in ``folder`` and return the folder.
 
-    symbols = _byte_symbols()
-    pieces = [*symbols, *(f"{symbol}</w>" for symbol in symbols), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], model_max_length=max_length)
+    Images are multiples of 16 pixels (VAE factor 8, latents packed 2 x 2). ``distilled``: like FLUX.1-dev, with embedded
+    guidance and a sigma shift that grows with the image, or like schnell, without both. ``transformer``: changes to
+    FluxTransformer2DModel's arguments.
+    """
+    quiet_libraries()
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    arguments: dict[str, Any] = {
+        "in_channels": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 32,
+        "axes_dims_rope": (4, 4, 8),
+        "guidance_embeds": distilled,
+    } | transformer
+    with _seeded(seed):
+        pipeline = FluxPipeline(
+            transformer=strengthened(FluxTransformer2DModel(**arguments)),
+            vae=_vae(AutoencoderKL, arguments["in_channels"] // 4),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0 if distilled else 1.0, use_dynamic_shifting=distilled),
+            text_encoder=clip_encoder(projected=False),
+            tokenizer=clip_tokenizer(),
+            text_encoder_2=t5_encoder(arguments["joint_attention_dim"]),
+            tokenizer_2=t5_tokenizer(),
+        )
+    pipeline.save_pretrained(str(folder), safe_serialization=True)
+    return Path(folder)
 
 
-def t5_tokenizer(max_length: int = 512) -> Any:
-    """A T5 tokenizer whose tokens are single ASCII characters; others are unknown to it."""
-    from transformers import T5TokenizerFast
-
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
-    letters = [(chr(code), -3.0) for code in range(33, 127)]
-    return T5TokenizerFast(vocab=special + letters, extra_ids=0, model_max_length=max_length)
+def build_flux_schnell(folder: str | Path, *, seed: int = 0) -> Path:
+    """A FLUX.1 like schnell: see ``build_flux``."""
+    return build_flux(folder, distilled=False, seed=seed)
 
 
-def _clip_encoder() -> nn.Module:
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+def build_qwen_image(folder: str | Path, *, seed: int = 0, **transformer: Any) -> Path:
+    """Save a Qwen-Image of about 0.4 million weights in ``folder`` and return the folder.
 
-    config = CLIPTextConfig(
-        vocab_size=514,
-        hidden_size=32,
-        intermediate_size=64,
-        projection_dim=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=77,
-        bos_token_id=512,
-        eos_token_id=513,
-        pad_token_id=513,
+    Images are multiples of 16 pixels (VAE factor 8, latents packed 2 x 2). ``transformer``: changes to
+    QwenImageTransformer2DModel's arguments.
+    """
+    quiet_libraries()
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
     )
-    return _strengthened(CLIPTextModelWithProjection(config))
+
+    arguments: dict[str, Any] = {
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": (4, 6, 6),
+    } | transformer
+    with _seeded(seed):
+        pipeline = QwenImagePipeline(
+            transformer=strengthened(QwenImageTransformer2DModel(**arguments)),
+            vae=AutoencoderKLQwenImage(
+                base_dim=8,
+                z_dim=arguments["in_channels"] // 4,
+                dim_mult=[1, 2, 2, 2],
+                num_res_blocks=1,
+                temperal_downsample=[False, True, True],
+                latents_mean=[0.1, -0.2, 0.05, 0.3],
+                latents_std=[1.2, 0.8, 1.1, 0.9],
+            ),
+            scheduler=FlowMatchEulerDiscreteScheduler(
+                use_dynamic_shifting=True, max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02
+            ),
+            text_encoder=qwen_vl_encoder(arguments["joint_attention_dim"]),
+            tokenizer=qwen_tokenizer(),
+        )
+    pipeline.save_pretrained(str(folder), safe_serialization=True)
+    return Path(folder)
 
 
-def _t5_encoder(width: int) -> nn.Module:
-    from transformers import T5Config, T5EncoderModel
+BUILDERS: dict[str, Callable[..., Path]] = {
+    "sd3": build_sd3,
+    "flux": build_flux,
+    "flux_schnell": build_flux_schnell,
+    "qwen_image": build_qwen_image,
+    "wan": build_wan,
+    "hunyuan_video": build_hunyuan_video,
+}
+"""By the name that ``python -m digenrl.testing`` takes."""
 
-    config = T5Config(
-        vocab_size=98,
-        d_model=width,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-        dropout_rate=0.0,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-    )
-    return _strengthened(T5EncoderModel(config))
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Inside, torch's CPU generator begins at ``seed``; afterwards it is where it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _vae(autoencoder: Any, latent_channels: int) -> nn.Module:
@@ -134,22 +193,3 @@ def _vae(autoencoder: Any, latent_channels: int) -> nn.Module:
         shift_factor=0.0609,
     )
     return vae
-
-
-def _strengthened(module: nn.Module) -> nn.Module:
-    """Weights that keep activations near size 1: initial values are made for training, and let text and gates vanish."""
-    with torch.no_grad():
-        for part in module.modules():
-            if isinstance(part, nn.Linear):
-                part.weight.normal_(std=1 / math.sqrt(part.in_features))
-            elif isinstance(part, nn.Embedding):
-                part.weight.normal_(std=1.0)
-    return module
-
-
-def _byte_symbols() -> list[str]:
-    """A printable character for every byte, the way CLIP's and GPT-2's byte-level vocabularies spell them."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
-    return [symbols[byte] for byte in range(256)]

@@ -33,7 +33,7 @@ class Evaluation:
     """Rewards on the held-out prompts, one image each."""
 
     images: NDArray[np.uint8]
-    """[n, H, W, 3], of the first n prompts: all N of them, or those that are to be saved."""
+    """[n, H, W, 3], of videos [n, F, H, W, 3], of the first n prompts: all N of them, or those that are to be saved."""
     rewards: NDArray[np.float64]
     """[N], the weighted sum; NaN where invalid."""
     parts: dict[str, float]
@@ -68,7 +68,7 @@ class EvaluationSampler:
     def _generate(self, conditioning: Conditioning, numbers: Sequence[int] | None) -> Tensor:
         adapter, rollout, section = self._policy.adapter, self._recipe.rollout, self._section
         schedule = adapter.noise_schedule(section.num_inference_steps, rollout.height, rollout.width)
-        shape = adapter.latent_shape(rollout.height, rollout.width)
+        shape = adapter.latent_shape(rollout.height, rollout.width, rollout.num_frames)
         initial = torch.stack([normal(shape, section.seed, Purpose.EVALUATION, i) for i in numbers or range(len(conditioning))])
         guidance = Guidance(section.true_cfg_scale, section.guidance_scale)
 

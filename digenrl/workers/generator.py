@@ -53,7 +53,7 @@ class Generator:
                 fix="Sync the weights before generating.",
             )
         rollout, adapter, seed = self._recipe.rollout, self._policy.adapter, self._recipe.run.seed
-        shape = adapter.latent_shape(rollout.height, rollout.width)
+        shape = adapter.latent_shape(rollout.height, rollout.width, rollout.num_frames)
         plan = self._algorithm.plan_steps(samples, self._schedule.num_steps)
 
         def predict(latents: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:

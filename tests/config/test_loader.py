@@ -70,7 +70,7 @@ def test_a_recipe_is_frozen(write: Write, text: str) -> None:
         (
             "  height: 32",
             "  height: 32\n  zzz: 1",
-            "rollout.zzz is not a known key; known are: forward_batch_size, guidance_scale, ",
+            "rollout.zzz is not a known key; known are: forward_batch_size, fps, guidance_scale, ",
         ),
     ],
 )

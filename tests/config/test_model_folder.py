@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from digenrl.config.builtin import resolve
+from digenrl.config.families import Family
 from digenrl.config.model_folder import ModelFolder, inspect_model_folder
 from digenrl.errors import ConfigError
 
@@ -33,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
     }
     for name in ("transformer", "vae", "scheduler", "text_encoder"):
         (tmp_path / name).mkdir()
+    write(tmp_path / "scheduler" / "scheduler_config.json", {})
     write(tmp_path / "model_index.json", index)
     write(tmp_path / "vae" / "config.json", {"block_out_channels": [4, 8, 16]})
     write(tmp_path / "transformer" / "config.json", {"patch_size": 2})
@@ -50,7 +52,7 @@ def change(path: Path, edit: Callable[[Any], object]) -> None:
 
 
 def inspect(path: Path) -> ModelFolder:
-    return inspect_model_folder(path, pipeline=PIPELINE, required=REQUIRED)
+    return inspect_model_folder(path, Family(pipeline=PIPELINE, required=REQUIRED))
 
 
 def refused(path: Path) -> str:

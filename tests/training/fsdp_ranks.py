@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from digenrl.algorithms.base import GroupAdvantages, LossInputs, LossOutputs
 from digenrl.algorithms.flow_grpo import FlowGRPO
 from digenrl.config.loader import recipe_from_plain
+from digenrl.config.registry import component_class
 from digenrl.config.schema import Recipe
 from digenrl.diffusion.trajectory import Trajectory
 from digenrl.errors import ConfigError
 from digenrl.ids import SampleId
 from digenrl.models.base import Conditioning, Guidance
-from digenrl.models.sd3 import SD3Adapter
 from digenrl.training.batch_size import GIB, BatchSize
 from digenrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from digenrl.training.digest import digest, digests
@@ -48,6 +48,7 @@ from digenrl.weight_sync.publisher import Publisher
 from digenrl.workers.evaluator import EvaluationSampler
 from digenrl.workers.generator import Generator, encode_prompts
 from tests.conftest import PROMPTS
+from tests.families import FAMILIES, FamilyCase
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 40.0
@@ -142,7 +143,7 @@ class Ranks:
         self._rank, self._size = rank, size
         self._store = dist.FileStore(str(folder / f"store-{size}"), size)
         self._meetings = 0
-        self._texts: dict[str, Conditioning] = {}
+        self._texts: dict[tuple[str, str, float], Conditioning] = {}
         self._made: dict[int, list[Trajectory]] = {}
         self.group = ALONE
 
@@ -166,7 +167,7 @@ class Ranks:
 
     def build(self, group: TrainerGroup, **overrides: Any) -> Side:
         recipe = small_recipe(self.folder, **overrides)
-        adapter = SD3Adapter.load(recipe, CPU, frozenset({"transformer"}))
+        adapter = adapter_class(recipe).load(recipe, CPU, frozenset({"transformer"}))
         algorithm = Recorder(recipe.algorithm.settings, recipe)  # type: ignore[arg-type]
         policy = Policy(adapter, recipe, needs_reference=algorithm.needs_reference, group=group)
         rollout = recipe.rollout
@@ -182,11 +183,15 @@ class Ranks:
         )
 
     def _text(self, recipe: Recipe) -> Conditioning:
-        dtype = recipe.model.dtype
-        if dtype not in self._texts:
-            adapter = SD3Adapter.load(recipe, CPU, frozenset({"text_encoders"}))
-            self._texts[dtype] = encode_prompts(adapter, PROMPTS[:2], 2)
-        return self._texts[dtype]
+        key = (recipe.model.path, recipe.model.dtype, recipe.rollout.true_cfg_scale)
+        if key not in self._texts:
+            adapter = adapter_class(recipe).load(recipe, CPU, frozenset({"text_encoders"}))
+            self._texts[key] = encode_prompts(adapter, PROMPTS[:2], 2)
+        return self._texts[key]
+
+
+def adapter_class(recipe: Recipe) -> Any:
+    return component_class("model", recipe.model.type, where="model.type")
 
 
 def small_recipe(folder: Path, **overrides: Any) -> Recipe:
@@ -247,7 +252,12 @@ def gradient_of(ranks: Ranks, **overrides: Any) -> Numbers:
     for side in (alone, shared):
         if side.algorithm.needs_reference:
             side.disturb()
-    trajectories = off_policy(ranks.trajectories(alone))
+    return gradients_of(alone, shared, ranks.trajectories(alone))
+
+
+def gradients_of(alone: Side, shared: Side, made: Sequence[Trajectory]) -> Numbers:
+    """The same of two sides and micro-batches that are there."""
+    trajectories = off_policy(made)
     reports = [side.step(trajectories, side.advantages(*REWARDS)) for side in (alone, shared)]
     return {
         "relative": relative(shared.momentum(), alone.momentum()),
@@ -263,6 +273,23 @@ def passes_noted(policy: Policy) -> int:
     """Forward passes of a frozen copy that FSDP remembers for a backward pass which never comes."""
     frozen = policy._frozen
     return len(frozen._get_fsdp_state()._comm_ctx.post_forward_order) if isinstance(frozen, FSDPModule) else 0
+
+
+def families(ranks: Ranks) -> Numbers:
+    """Every model family, all of its weights trained, with checkpointing and classifier-free guidance."""
+    return {case.name: family_gradient(ranks, case, None) for case in FAMILIES}
+
+
+def lora_families(ranks: Ranks) -> Numbers:
+    """The same with adapters."""
+    return {case.name: family_gradient(ranks, case, LORA) for case in FAMILIES}
+
+
+def family_gradient(ranks: Ranks, case: FamilyCase, lora: Any) -> Numbers:
+    model = {"lora": lora, "gradient_checkpointing": True}
+    sections = case.sections(str(ranks.folder / case.name), model=model, rollout={"true_cfg_scale": 2.0})
+    alone, shared = ranks.pair(**sections)
+    return gradients_of(alone, shared, alone.trajectories())
 
 
 KL = {"type": "flow_grpo", "kl_beta": 0.04}
@@ -760,6 +787,8 @@ CHECKS: dict[str, Callable[[Ranks], Numbers]] = {
     each.__name__: each
     for each in (
         gradients,
+        families,
+        lora_families,
         few_gradients,
         all_gradients,
         three_steps,

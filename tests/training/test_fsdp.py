@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch, share_of_rank
+from tests.families import FAMILIES
 from tests.training.fsdp_ranks import GROUP_SIZE, STALL_S, STALL_TIMEOUT_S, STEPS
 
 pytestmark = pytest.mark.timeout(400)
@@ -32,7 +33,7 @@ Found = dict[str, Any]
 """What each check of a rank has found, by ``shard:check``."""
 
 TWO = (
-    *(f"2:{check}" for check in ("gradients", "three_steps", "invalid", "packing", "unsharded", "bfloat16")),
+    *(f"2:{check}" for check in ("gradients", "three_steps", "invalid", "packing", "unsharded", "bfloat16", "families")),
     *(f"2:{check}" for check in ("average", "checkpoint", "publication", "auto")),
     *(f"1:{check}" for check in ("few_gradients", "two_steps", "few_invalid")),
 )
@@ -69,10 +70,11 @@ def _tails(logs: Sequence[Path]) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path) -> Iterator[Path]:
-    """Where the ranks find the model and leave their checkpoints."""
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[[str], Path]) -> Path:
+    """Where the ranks find the models and leave their checkpoints."""
     place = tmp_path_factory.mktemp("ranks")
-    (place / "sd3").symlink_to(tiny_sd3)
+    for case in FAMILIES:
+        (place / case.name).symlink_to(tiny_folder(case.name))
     return place
 
 
@@ -123,6 +125,24 @@ def test_a_reference_that_is_never_trained_does_not_pile_up_what_only_training_c
 ) -> None:
     noted = [rank.get("gradients") or rank["few_gradients"] for rank in ways[way]]
     assert all(found["noted"] == 0 for rank in noted for found in rank.values())
+
+
+def test_every_model_family_has_the_gradient_of_one_process(two: list[Found]) -> None:
+    judge_families([rank["2:families"] for rank in two])
+
+
+@pytest.mark.slow
+def test_every_model_family_has_the_gradient_of_one_process_with_adapters_too(folder: Path) -> None:
+    judge_families([rank["2:lora_families"] for rank in run_ranks(folder, 2, ["2:lora_families"])])
+
+
+def judge_families(ranks: Sequence[Found]) -> None:
+    for rank in ranks:
+        assert set(rank) == {case.name for case in FAMILIES}
+        for name, found in rank.items():
+            assert found["relative"] <= 1e-5, name
+            assert found["norm"][1] == pytest.approx(found["norm"][0], rel=1e-6), name
+            assert found["digest"] == ranks[0][name]["digest"], name
 
 
 @pytest.mark.parametrize("way", WAYS)

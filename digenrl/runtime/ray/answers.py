@@ -32,7 +32,7 @@ class Pieces:
 
     rewards: Rewards
     pictures: NDArray[np.uint8]
-    """[n, H, W, 3]"""
+    """[n, H, W, 3], of videos [n, F, H, W, 3]."""
 
 
 class ScoringHost(Protocol):
