@@ -169,10 +169,10 @@ PUBLISHED = (
         vae=_WAN_VAE,
         lora_per_rank=2_949_120,
         text_tokens=512,
-        train_bytes=7_500_000,
+        train_bytes=7_460_000,
         train_bytes_full=11_500_000,
-        train_bytes_checkpointed=600_000,
-        generate_bytes=110_000,
+        train_bytes_checkpointed=555_000,
+        generate_bytes=93_000,
         decode_bytes=6_923,
     ),
     ModelSizes(
