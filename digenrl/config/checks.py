@@ -28,6 +28,7 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
         check(recipe)
     _check_sizes(recipe)
     _check_schedule(recipe)
+    _check_generators(recipe)
     _check_trainer(recipe)
     _check_batch_size(recipe)
     _check_emulation(recipe)
@@ -76,6 +77,17 @@ def _check_schedule(recipe: Recipe) -> None:
             why="A micro-batch has one group for each rank, and any replica may get it.",
             fix="Give all cluster.generators the same ranks, or use generation_axis.",
         )
+
+
+def _check_generators(recipe: Recipe) -> None:
+    for number, pool in enumerate(recipe.cluster.generators):
+        if pool.ranks % pool.shard:
+            key = f"cluster.generators.{number}"
+            raise ConfigError(
+                f"{key}.shard ({pool.shard}) does not divide {key}.ranks ({pool.ranks}).",
+                why="A replica's ranks hold whole networks: `shard` neighbouring ones hold each of them together.",
+                fix=f"Use {key}.shard={pool.ranks} for one network on all ranks, or {key}.shard=1 for one on each.",
+            )
 
 
 def _check_trainer(recipe: Recipe) -> None:

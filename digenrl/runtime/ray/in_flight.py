@@ -1,7 +1,8 @@
 """Commands on their way: who is at what, and how answers of worker processes become the end of a command.
 
 Invariants: a command ends once, whatever is answered twice or too late; an error is told apart by whose it is: the process's,
-the input's (nothing was done), the recipe's (the run ends), or the work's (it is tried again).
+the input's (nothing was done), the recipe's (the run ends), or the work's (it is tried again; where other ranks wait for it
+in the middle of theirs, they are all started anew).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from digenrl.errors import DigenError, WorkerError
 from digenrl.ids import WorkerId
 from digenrl.runtime.ray.placement import DRIVER
 from digenrl.runtime.ray.pool import Inbox, Process, WorkerPool, short, worker_exception
-from digenrl.scheduling.commands import SyncWeights, WorkerCommand
+from digenrl.scheduling.commands import Generate, SyncWeights, WorkerCommand
 from digenrl.scheduling.events import Event
 
 Call = tuple[Process | None, "ObjectRef[Any] | Future[Any]"]
@@ -136,11 +137,13 @@ class InFlight:
         if isinstance(cause, DigenError):
             raise worker_exception(name, describe(command), error)
         if len(self._pool.processes(command.worker)) > 1 and not running.doubted:
-            # Ranks of a trainer fail when one of them dies; the death itself says more, and is heard of in a moment.
+            # The ranks of a crew fail when one of them dies; the death itself says more, and is heard of in a moment.
             running.doubted = True
             self._inbox.after(_DOUBT_S, lambda _: self._still(running, process, incarnation, error))
             return ()
         self._warn(f"{name}-{describe(command)}-{id(running)}", f"{name} failed while doing {describe(command)}:\n{error}")
+        if process is not None and _waited_for(process, command):
+            return self._gone(running, process, incarnation, short(error))
         self.forget(command.worker)
         return self._outcomes.failed(running, f"{name}: {short(error)}")
 
@@ -158,6 +161,14 @@ class InFlight:
             self.forget(running.command.worker)
             events.extend(self._outcomes.failed(running, f"{process.rank.name}: {error}"))
         return events
+
+
+def _waited_for(process: Process, command: WorkerCommand) -> bool:
+    """Whether others wait for what this process did not do, so that none of them can be given anything else.
+
+    A trainer's ranks make no version without each other, and end the run with the command.
+    """
+    return isinstance(command, Generate) and process.rank.shard > 1 and "train" not in process.rank.roles
 
 
 def describe(command: WorkerCommand) -> str:
