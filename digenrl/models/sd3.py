@@ -79,7 +79,7 @@ class SD3Adapter:
         dtype = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
         if "transformer" in parts:
             # Weights that are trained stay float32 and are cast in the forward pass; frozen ones are stored in the compute type.
-            pipeline.transformer.to(device, dtype if recipe.model.lora is not None else torch.float32)
+            pipeline.transformer.to(dtype if recipe.model.lora is not None else torch.float32)
             if recipe.model.gradient_checkpointing:
                 pipeline.transformer.enable_gradient_checkpointing()
         if "vae" in parts:
