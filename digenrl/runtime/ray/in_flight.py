@@ -122,12 +122,10 @@ class InFlight:
         name = process.rank.name if process is not None else str(DRIVER)
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(error, ObjectLostError):
-            self.forget(command.worker)
-            return self._outcomes.input_lost(running, error.object_ref_hex, short(error))
+            return self._input_lost(running, process, error.object_ref_hex, short(error))
         if isinstance(error, RayTaskError) and isinstance(cause, RayError):
             # What it was given never came to be: whoever was to make it died.
-            self.forget(command.worker)
-            return self._outcomes.input_lost(running, "", short(error))
+            return self._input_lost(running, process, "", short(error))
         if isinstance(error, RayActorError | OutOfMemoryError | RaySystemError):
             return self._gone(running, process, incarnation, short(error))
         if isinstance(cause, WorkerError) and isinstance(command, SyncWeights) and process is not None:
@@ -146,6 +144,14 @@ class InFlight:
             return self._gone(running, process, incarnation, short(error))
         self.forget(command.worker)
         return self._outcomes.failed(running, f"{name}: {short(error)}")
+
+    def _input_lost(self, running: Running, process: Process | None, lost: str, error: str) -> Sequence[Event]:
+        self.forget(running.command.worker)
+        if process is not None and _waited_for(process, running.command):
+            # A rank that still had the input waits for this one, in the middle of its work. Told next: one thing at a time.
+            incarnation = process.incarnation
+            self._inbox.after(0.0, lambda _: self._pool.lose(process, error) if process.incarnation == incarnation else ())
+        return self._outcomes.input_lost(running, lost, error)
 
     def _still(self, running: Running, process: Process | None, incarnation: int, error: BaseException) -> Sequence[Event]:
         """The error is what it seemed, unless its worker was lost meanwhile."""
