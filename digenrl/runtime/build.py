@@ -24,7 +24,7 @@ from digenrl.runtime.ledger import Ledger
 from digenrl.scheduling.micro_batches import cut_into_micro_batches
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.training.checkpoint import Checkpoint
-from digenrl.training.group import ALONE, TrainerGroup
+from digenrl.training.group import ALONE, RankGroup
 from digenrl.training.policy import Policy
 from digenrl.training.trainer import Trainer
 from digenrl.workers.evaluator import EvaluationSampler
@@ -52,10 +52,10 @@ class Components:
     trainer: Trainer | None = None
 
 
-def build_components(recipe: Recipe, roles: Set[Role], device: torch.device, group: TrainerGroup = ALONE) -> Components:
+def build_components(recipe: Recipe, roles: Set[Role], device: torch.device, group: RankGroup = ALONE) -> Components:
     """Load what the roles need, cheapest first, so that a mistake shows before anything large is loaded.
 
-    group: the ranks that a trainer shares its weights with.
+    group: the ranks that a trainer or generator shares its weights with.
     """
     torch.set_num_threads(recipe.run.threads_per_worker)
     torch.use_deterministic_algorithms(recipe.train.deterministic)

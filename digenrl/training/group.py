@@ -1,4 +1,4 @@
-"""The ranks that train one policy together, and how a tensor that is spread over them becomes whole and back.
+"""The ranks that train or hold one policy together, and how a tensor that is spread over them becomes whole and back.
 
 Invariants: what is said to be collective is called by all ranks, in the same order; gradients are summed over ranks, never
 averaged, because the loss is a sum that is divided once; one rank alone has plain tensors and never communicates; a pass
@@ -24,8 +24,8 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerGroup:
-    """One rank's place among those that train together."""
+class RankGroup:
+    """One rank's place among those that train or hold one policy together."""
 
     rank: int = 0
     size: int = 1
@@ -56,10 +56,10 @@ class TrainerGroup:
             gradient.copy_(total.view_as(gradient))
 
 
-ALONE = TrainerGroup()
+ALONE = RankGroup()
 
 
-def join_group(store: Any, *, rank: int, size: int, shard: int, device: torch.device, timeout_s: float) -> TrainerGroup:
+def join_group(store: Any, *, rank: int, size: int, shard: int, device: torch.device, timeout_s: float) -> RankGroup:
     """Become rank ``rank`` of ``size``: parameters are sharded over ``shard`` neighbouring ranks and replicated over the rest.
 
     Makes torch's default process group (gloo on CPUs, NCCL on GPUs). Every operation of it, and of the groups inside it, fails
@@ -71,15 +71,15 @@ def join_group(store: Any, *, rank: int, size: int, shard: int, device: torch.de
     world = dist.group.WORLD
     assert world is not None, "it was made in the line before"
     if shard == 1:
-        return TrainerGroup(rank=rank, size=size, device=device)
+        return RankGroup(rank=rank, size=size, device=device)
     if shard == size:
         mesh = DeviceMesh.from_group(world, device.type, mesh_dim_names=("shard",))
-        return TrainerGroup(rank=rank, size=size, mesh=mesh, device=device)
+        return RankGroup(rank=rank, size=size, mesh=mesh, device=device)
     # Made here, because init_device_mesh would give them torch's own timeouts, of up to half an hour.
     table = torch.arange(size).view(size // shard, shard)
     replicate, sharding = _own_group(table.T, rank, timeout), _own_group(table, rank, timeout)
     mesh = DeviceMesh.from_group([replicate, sharding], device.type, mesh=table, mesh_dim_names=("replicate", "shard"))
-    return TrainerGroup(rank=rank, size=size, mesh=mesh, device=device)
+    return RankGroup(rank=rank, size=size, mesh=mesh, device=device)
 
 
 def _own_group(rows: Tensor, rank: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
@@ -89,7 +89,7 @@ def _own_group(rows: Tensor, rank: int, timeout: datetime.timedelta) -> dist.Pro
     return own
 
 
-def shard_module(module: nn.Module, group: TrainerGroup, blocks: tuple[str, ...]) -> None:
+def shard_module(module: nn.Module, group: RankGroup, blocks: tuple[str, ...]) -> None:
     """Spread a network's parameters over the ranks with FSDP2, block by block. blocks: class names of its repeated layers.
 
     Adapters must be in place before. Parameters are new objects afterwards, DTensors of the same names and values.
@@ -155,7 +155,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_on_first(tensors: Mapping[str, Tensor], group: TrainerGroup) -> dict[str, Tensor]:
+def whole_on_first(tensors: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
     """The tensors with all of their values: on the CPU of rank 0, nothing on other ranks, themselves on one alone. Collective.
 
     One after the other, so that no device holds more than one whole tensor.

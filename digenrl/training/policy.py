@@ -17,13 +17,13 @@ from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
 from digenrl.models.base import ModelAdapter
 from digenrl.models.lora import add_lora
-from digenrl.training.group import ALONE, TrainerGroup, forget_passes, free_gathered, shard_module, write_whole
+from digenrl.training.group import ALONE, RankGroup, forget_passes, free_gathered, shard_module, write_whole
 
 
 class Policy:
     """Trainable weights of one adapter: low-rank adapters, or all of the transformer."""
 
-    def __init__(self, adapter: ModelAdapter, recipe: Recipe, *, needs_reference: bool, group: TrainerGroup = ALONE) -> None:
+    def __init__(self, adapter: ModelAdapter, recipe: Recipe, *, needs_reference: bool, group: RankGroup = ALONE) -> None:
         """group: the ranks that the weights are spread over, where there are several."""
         self.adapter = adapter
         self.version = 0

@@ -29,7 +29,7 @@ from digenrl.models.base import Conditioning, Guidance
 from digenrl.training.batch_size import GIB, BatchSize, Measured, largest_that_fits
 from digenrl.training.checkpoint import Checkpoint
 from digenrl.training.ema import Ema
-from digenrl.training.group import ALONE, TrainerGroup, one_of_several, spread_like, whole, whole_on_first
+from digenrl.training.group import ALONE, RankGroup, one_of_several, spread_like, whole, whole_on_first
 from digenrl.training.memory import memory_meter
 from digenrl.training.optim import bytes_to_come, learning_rate, make_optimizer
 from digenrl.training.pairs import Pairs, gather_pairs, one_ahead
@@ -85,7 +85,7 @@ class Trainer:
     """Updates one policy with one algorithm."""
 
     def __init__(
-        self, policy: Policy, algorithm: Algorithm, recipe: Recipe, schedule: NoiseSchedule, group: TrainerGroup = ALONE
+        self, policy: Policy, algorithm: Algorithm, recipe: Recipe, schedule: NoiseSchedule, group: RankGroup = ALONE
     ) -> None:
         """group: the ranks that share the work; each of them has a trainer, and all are called alike."""
         self.policy = policy

@@ -39,7 +39,7 @@ from digenrl.models.base import Conditioning, Guidance
 from digenrl.training.batch_size import GIB, BatchSize
 from digenrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from digenrl.training.digest import digest, digests
-from digenrl.training.group import ALONE, TrainerGroup, join_group, whole
+from digenrl.training.group import ALONE, RankGroup, join_group, whole
 from digenrl.training.policy import Policy
 from digenrl.training.trainer import StepReport, Trainer, merged_metrics
 from digenrl.weight_sync.held import HeldWeights
@@ -81,7 +81,7 @@ class Recorder(FlowGRPO):
 class Side:
     """A trainer and a generator on one network: one process', or one rank's."""
 
-    group: TrainerGroup
+    group: RankGroup
     recipe: Recipe
     policy: Policy
     algorithm: Recorder
@@ -165,7 +165,7 @@ class Ranks:
         """The same, alone and spread over the ranks."""
         return self.build(ALONE, **overrides), self.build(self.group, **overrides)
 
-    def build(self, group: TrainerGroup, **overrides: Any) -> Side:
+    def build(self, group: RankGroup, **overrides: Any) -> Side:
         recipe = small_recipe(self.folder, **overrides)
         adapter = adapter_class(recipe).load(recipe, CPU, frozenset({"transformer"}))
         algorithm = Recorder(recipe.algorithm.settings, recipe)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from digenrl.runtime.ray.answers import Hello
 from digenrl.runtime.ray.host import WorkerHost
 from digenrl.runtime.ray.placement import Crew
 from digenrl.runtime.ray.shell import ActorShell
-from digenrl.training.group import ALONE, TrainerGroup, join_group
+from digenrl.training.group import ALONE, RankGroup, join_group
 from digenrl.weight_sync.transport import Address, Listener, open_store
 
 
@@ -59,7 +59,7 @@ class WorkerActor(ActorShell):
         )
         return self.host.hello(), node
 
-    def _join(self, crew: Crew, rank: int, meeting: Address, device: torch.device) -> TrainerGroup:
+    def _join(self, crew: Crew, rank: int, meeting: Address, device: torch.device) -> RankGroup:
         if meeting.ip.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         # The server of the store lives as long as this process does.

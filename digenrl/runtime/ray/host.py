@@ -37,7 +37,7 @@ from digenrl.runtime.ray.wire import (
 )
 from digenrl.training.checkpoint import PREVIOUS, load_checkpoint
 from digenrl.training.digest import digests
-from digenrl.training.group import ALONE, TrainerGroup, forget_passes
+from digenrl.training.group import ALONE, RankGroup, forget_passes
 from digenrl.training.trainer import StepReport, Trainer
 from digenrl.weight_sync.broadcast import BroadcastGroup
 from digenrl.weight_sync.held import HeldWeights
@@ -62,7 +62,7 @@ class WorkerHost:
         *,
         keep_previous: bool = False,
         node_ip: str = "127.0.0.1",
-        group: TrainerGroup = ALONE,
+        group: RankGroup = ALONE,
     ) -> None:
         """keep_previous: remember two published versions. node_ip: where this process may listen for its peers.
 

@@ -15,7 +15,7 @@ from digenrl.errors import WorkerError
 from digenrl.ids import SampleId
 from digenrl.runtime.ray.host import WorkerHost
 from digenrl.runtime.ray.wire import unpack_trajectories
-from digenrl.training.group import ALONE, TrainerGroup, own_share
+from digenrl.training.group import ALONE, RankGroup, own_share
 from digenrl.weight_sync.publication import BucketSpec, DamagedWeights
 from digenrl.weight_sync.wire import byte_digest
 from tests.conftest import PROMPTS
@@ -36,7 +36,7 @@ class Hosts:
         self.alone, self.shared = self.host("generate"), self.host("generate", group=self.ranks.group)
         _, self.text = self.host("encode").encode(PROMPTS[:2])
 
-    def host(self, *roles: Any, group: TrainerGroup = ALONE) -> WorkerHost:
+    def host(self, *roles: Any, group: RankGroup = ALONE) -> WorkerHost:
         recipe = small_recipe(self.ranks.folder, model=self.overrides)
         return WorkerHost(recipe, frozenset(roles), CPU, group=group)
 

@@ -6,9 +6,12 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from digenrl.config.loader import load_recipe
@@ -16,7 +19,7 @@ from digenrl.runtime.train import replay, train
 from digenrl.scheduling.events import WorkerJoined, WorkerLost
 from digenrl.trace.record import read_trace
 from tests.runtime.ray.conftest import DISAGGREGATED, TrainSmall, small_recipe
-from tests.runtime.ray.test_kill import check_trace, events, survive
+from tests.runtime.ray.test_kill import check_trace, events
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(600)]
 
@@ -67,42 +70,57 @@ def test_stale_trajectories_of_a_sharded_network_can_be_followed_in_one_process(
     assert replay(recipe, trace)["digests"] == digests
 
 
+@contextmanager
+def signalled(run: Path, rank: str, number: signal.Signals) -> Iterator[list[psutil.Process]]:
+    """Send a signal to a rank, in the middle of the run's first step; the processes of its replica at that moment."""
+    over, replica = threading.Event(), []
+
+    def work() -> None:
+        while not (run / "workers.json").exists():
+            if over.wait(0.05):
+                return
+        if not over.wait(0.5):
+            workers = json.loads((run / "workers.json").read_text())
+            replica.extend(psutil.Process(workers[name]["pid"]) for name in ("generator-0", "generator-0.1"))
+            os.kill(workers[rank]["pid"], number)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield replica
+    finally:
+        over.set()
+        thread.join(10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["generator-0", "generator-0.1"])
 def test_a_rank_that_is_killed_takes_its_replica_with_it_and_they_come_back_together(rank: str, tmp_path: Path) -> None:
-    trace = survive(tmp_path, rank, 1, 40, SHARDED, seed=0)
-    (lost,) = events(trace, WorkerLost)
-    assert isinstance(lost, WorkerLost) and lost.worker == "generator-0"
-    assert len(events(trace, WorkerJoined)) == 1
+    wanted = train(small_recipe(tmp_path / "calm", "train.steps=24"))["digests"]
+    with signalled(tmp_path / "run", rank, signal.SIGKILL) as replica:
+        recipe = small_recipe(tmp_path / "run", *DISAGGREGATED, SHARDED, "train.steps=24")
+        assert train(recipe)["digests"] == wanted
+        assert len(replica) == 2 and not any(process.is_running() for process in replica)
+    assert "process ended" in the_loss(tmp_path / "run").error
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_does_not_hold_up_the_run_for_longer_than_a_sign_of_life_may_take(tmp_path: Path, inline: Any) -> None:
-    run = tmp_path / "run"
+    with signalled(tmp_path / "run", "generator-0.1", signal.SIGSTOP) as replica:
+        changes = (SHARDED, "schedule.tag=never", "cluster.heartbeat_timeout_s=5")
+        assert train(small_recipe(tmp_path / "run", *DISAGGREGATED, *changes))["digests"] == inline
+        assert len(replica) == 2 and not any(process.is_running() for process in replica)
+    assert "no sign of life" in the_loss(tmp_path / "run").error
 
-    def stop() -> None:
-        pid = json.loads((run / "workers.json").read_text())["generator-0.1"]["pid"]
-        os.kill(pid, signal.SIGSTOP)
 
-    def when_there() -> None:
-        while not over.wait(0.05):
-            if (run / "workers.json").exists():
-                stop()
-                return
-
-    over, thread = threading.Event(), threading.Thread(target=when_there, daemon=True)
-    thread.start()
-    try:
-        recipe = small_recipe(run, *DISAGGREGATED, SHARDED, "schedule.tag=never", "cluster.heartbeat_timeout_s=5")
-        assert train(recipe)["digests"] == inline
-    finally:
-        over.set()
-        thread.join(10)
+def the_loss(run: Path) -> WorkerLost:
+    """The one time that the replica was lost, after which it came back, once."""
     trace = read_trace(run / "trace.jsonl")
     check_trace(trace)
-    (lost,) = events(trace, WorkerLost)
-    assert isinstance(lost, WorkerLost) and "no sign of life" in lost.error
-    assert len(events(trace, WorkerJoined)) == 1
+    (lost,), (joined,) = events(trace, WorkerLost), events(trace, WorkerJoined)
+    assert isinstance(lost, WorkerLost) and isinstance(joined, WorkerJoined)
+    assert lost.worker == joined.worker == "generator-0"
+    return lost
 
 
 @pytest.mark.slow
@@ -113,8 +131,4 @@ def test_an_error_on_one_rank_in_the_middle_of_a_generation_starts_the_replica_a
     )
     assert train(recipe)["digests"] == inline
     assert (run / "stumbled").exists()
-    trace = read_trace(run / "trace.jsonl")
-    check_trace(trace)
-    (lost,) = events(trace, WorkerLost)
-    assert isinstance(lost, WorkerLost) and "out of memory, say" in lost.error
-    assert len(events(trace, WorkerJoined)) == 1
+    assert "out of memory, say" in the_loss(run).error
