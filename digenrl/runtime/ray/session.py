@@ -85,6 +85,8 @@ class RaySession:
             configure_logging=False,
             _node_ip_address=loopback(),
             _temp_dir=str(folder),
+            # What Ray's dashboard shows of every task, which its server would keep: 80 KiB a step.
+            _system_config={"task_events_report_interval_ms": 0},
         )
         self.watch_processes()
 
