@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from digenrl.algorithms.base import GroupAdvantages
+from digenrl.algorithms.base import GroupAdvantages, RewardTable
 from digenrl.algorithms.flow_grpo import FlowGRPO
 from digenrl.config.loader import recipe_from_plain
 from digenrl.config.registry import component_class
@@ -154,7 +154,7 @@ class Rig:
         return self.generator.generate(samples, self.conditioning(), rows, self.policy.version)
 
     def advantages(self, *rewards: list[float]) -> list[GroupAdvantages]:
-        return self.algorithm.advantages(np.array(rewards, dtype=np.float64))
+        return self.algorithm.advantages(RewardTable(total=np.array(rewards, dtype=np.float64)))
 
     def gradient(self) -> dict[str, torch.Tensor]:
         """Summed gradient so far, by name; zeros where none has arrived."""

@@ -6,8 +6,8 @@ how pairs were packed into batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -23,11 +23,21 @@ if TYPE_CHECKING:  # advantages go to workers that know no torch, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTable:
+    """Rewards of P complete groups of G samples."""
+
+    total: NDArray[np.float64]
+    """[P, G], the weighted sum of all rewards; NaN or infinite where a sample is invalid."""
+    by_reward: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Each reward of the recipe by name, unweighted: [P, G]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
     """Advantages of the G samples of one prompt."""
 
     values: NDArray[np.float64]
-    """[G]; 0 for invalid samples."""
+    """[G], or [G, K] where the loss looks at K rewards apart; 0 for invalid samples."""
     kept: NDArray[np.bool_]
     """[G]; samples that count in the loss and in Z."""
     zero_variance: bool
@@ -43,15 +53,19 @@ class LossInputs:
     old_log_prob: Tensor
     """[N], under the version that generated the step."""
     advantages: Tensor
-    """[N] float32, not yet clamped."""
+    """[N] float32, or [N, K] where GroupAdvantages has K of them; not yet clamped."""
     mean: Tensor
     """[N, *latent], mean of the step; carries the gradient."""
     transition_std: Tensor
     """[N], the Gaussian's own standard deviation."""
     dt: Tensor
     """[N], sigma_next - sigma < 0."""
+    velocity: Tensor
+    """[N, *latent], what the network predicts; carries the gradient."""
     reference_mean: Tensor | None
     """[N, *latent] of the starting model, or None where the algorithm needs none."""
+    reference_velocity: Tensor | None
+    """As ``reference_mean``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +91,9 @@ class Algorithm(Protocol):
         """Which steps are noisy and which are trained; a pure function of the ids and the run seed."""
         ...
 
-    def advantages(self, rewards: NDArray[np.float64]) -> list[GroupAdvantages]:
-        """Advantages of complete groups. rewards: [P, G], NaN where invalid; all groups of the step where batch
-        statistics are used, else those of one micro-batch.
+    def advantages(self, rewards: RewardTable) -> list[GroupAdvantages]:
+        """Advantages of complete groups: all groups of the step where batch statistics are used (``schedule.update_after:
+        step``), else those of one micro-batch.
         """
         ...
 

@@ -32,27 +32,18 @@ def random_steps(count: int, samples: Sequence[SampleId], num_inference_steps: i
     return StepPlan(noise_levels=_noise_everywhere(len(samples), num_inference_steps, noise_level), trained=torch.stack(chosen))
 
 
-def random_window(
-    size: int,
-    low: int,
-    high: int,
-    samples: Sequence[SampleId],
-    num_inference_steps: int,
-    noise_level: float,
-    *,
-    seed: int,
+def random_start(low: int, high: int, size: int, number: int, *, seed: int) -> int:
+    """First step of a window of ``size`` steps inside [low, high), drawn from a number that all workers know: an RL step's."""
+    return int(torch.randint(low, high - size + 1, (), generator=generator(seed, Purpose.SDE_WINDOW, number)))
+
+
+def window_steps(
+    starts: Sequence[int], size: int, num_inference_steps: int, noise_level: float, *, tail: tuple[int, ...] = ()
 ) -> StepPlan:
-    """Noise only in a window of ``size`` steps inside [low, high), all of them trained. One window per RL step, drawn from
-    its number, so that all samples of a step, on all workers, share it.
-    """
-    levels = torch.zeros(len(samples), num_inference_steps)
-    trained = torch.empty(len(samples), size, dtype=torch.int64)
-    for row, sample in enumerate(samples):
-        draw = torch.randint(low, high - size + 1, (), generator=generator(seed, Purpose.SDE_WINDOW, sample.step))
-        start = int(draw)
-        levels[row, start : start + size] = noise_level
-        trained[row] = torch.arange(start, start + size)
-    return StepPlan(noise_levels=levels, trained=trained)
+    """Noise only in a window of ``size`` steps, all of them trained. starts: first step of each sample's; tail: see StepPlan."""
+    levels = torch.zeros(len(starts), num_inference_steps)
+    trained = torch.tensor(starts, dtype=torch.int64).view(-1, 1) + torch.arange(size)
+    return StepPlan(noise_levels=levels.scatter(1, trained, noise_level), trained=trained, tail=tail)
 
 
 def _noise_everywhere(num_samples: int, num_inference_steps: int, noise_level: float) -> torch.Tensor:

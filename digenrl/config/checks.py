@@ -48,6 +48,14 @@ def _check_sizes(recipe: Recipe) -> None:
             why="A micro-batch is made of whole prompt groups of one step.",
             fix=f"Use schedule.groups_per_micro_batch={groups} for one micro-batch a step, or fewer for a pipeline.",
         )
+    micro_batches = -(-groups // recipe.groups_in_micro_batch)
+    if recipe.updates_per_rollout > micro_batches:
+        raise ConfigError(
+            f"algorithm.updates_per_rollout ({recipe.updates_per_rollout}) is more than the {micro_batches} micro-batches of "
+            "a step.",
+            why="Each update takes micro-batches of its own.",
+            fix=f"Use at most {micro_batches}, or fewer groups in a micro-batch (schedule.groups_per_micro_batch).",
+        )
     if all(reward.weight == 0 for reward in recipe.rewards):
         raise ConfigError(
             "All weights in rewards are 0.", why="Every sample would have the same reward.", fix="Give one a weight of 1."

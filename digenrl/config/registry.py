@@ -39,6 +39,16 @@ ALGORITHMS = {
         settings="digenrl.config.settings.algorithms:FlowGRPOSettings",
         summary="clipped policy gradient on SDE steps of a flow model, group-relative advantages (arXiv 2505.05470)",
     ),
+    "dance_grpo": Registered(
+        component="digenrl.algorithms.dance_grpo:DanceGRPO",
+        settings="digenrl.config.settings.algorithms:DanceGRPOSettings",
+        summary="constant noise, a random share of the steps, best and worst of a group, rewards apart (arXiv 2505.07818)",
+    ),
+    "mix_grpo": Registered(
+        component="digenrl.algorithms.mix_grpo:MixGRPO",
+        settings="digenrl.config.settings.algorithms:MixGRPOSettings",
+        summary="noise and training in a window that slides over the denoising steps, ODE outside (arXiv 2507.21802)",
+    ),
 }
 MODELS = {
     "sd3": Registered(

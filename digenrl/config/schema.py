@@ -445,6 +445,11 @@ class Recipe(Section):
         return self.schedule.tag or ("bts_plus" if self.cluster.placement == "disaggregated" else "never")
 
     @property
+    def updates_per_rollout(self) -> int:
+        """``algorithm.updates_per_rollout``; 1 for an algorithm of the user's own that has no such setting."""
+        return int(getattr(self.algorithm.settings, "updates_per_rollout", 1))
+
+    @property
     def generating_pools(self) -> tuple[GeneratorPool, ...]:
         """Whose ranks share the samples of a micro-batch: ``cluster.generators``, or ``colocated`` the trainer's own devices."""
         if self.cluster.placement != "colocated":

@@ -1,11 +1,13 @@
 """The denoising loop: from first noise to final latents, keeping the steps that are trained.
 
 Invariants: step arithmetic and stored tensors are float32; every forward pass has exactly ``forward_batch_size`` rows;
-a deterministic step is diffusers' Euler step bit for bit; a log-probability is computed only where noise was added.
+a deterministic step before the tail is diffusers' Euler step bit for bit; a log-probability is computed only where noise was
+added.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from digenrl.diffusion.batching import row_batches
+from digenrl.diffusion.dpm_solver import solve
 from digenrl.diffusion.dynamics import Dynamics, StepDistribution
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 
@@ -29,8 +32,16 @@ class StepPlan:
     """[B, T] float32 on the CPU; 0 is a deterministic step."""
     trained: Tensor
     """[B, S] int64 on the CPU, ascending in each row; every one of them is noisy."""
+    tail: tuple[int, ...] = ()
+    """Indices of the sigma table, ascending to T, that DPM-Solver++ visits instead of all steps from the first of them on;
+    empty: there is no such tail."""
 
     def __post_init__(self) -> None:
+        steps = self.noise_levels.shape[1]
+        if self.tail:
+            ascends = all(a < b for a, b in itertools.pairwise(self.tail))
+            assert ascends and self.tail[0] > 0 and self.tail[-1] == steps, "a tail goes from inside the schedule to sigma 0"
+            assert not bool(self.noise_levels[:, self.tail[0] :].any()), "a tail has no noise"
         assert self.trained.numel() == 0 or bool((self.noise_levels.gather(1, self.trained) > 0).all()), (
             "a step without noise has no log-probability to train on"
         )
@@ -72,7 +83,7 @@ def denoise(
     latents = x.new_zeros((count, trained_steps, *x.shape[1:]))
     next_latents, log_probs = torch.zeros_like(latents), x.new_zeros((count, trained_steps))
     sigmas = schedule.sigmas.to(x.device)
-    for step in range(schedule.num_steps):
+    for step in range(plan.tail[0] if plan.tail else schedule.num_steps):
         velocity = _velocity(predict, x, schedule.timesteps[step], forward_batch_size)
         levels = plan.noise_levels[:, step].to(x.device)
         sigma, sigma_next = sigmas[step].expand(count), sigmas[step + 1].expand(count)
@@ -90,6 +101,8 @@ def denoise(
             trained = StepDistribution(distribution.mean[rows], distribution.transition_std[rows])
             log_probs[rows, slots] = dynamics.log_prob(x_next[rows], trained, log_prob_reduction)
         x = x_next
+    if plan.tail:
+        x = solve(lambda at, step: _velocity(predict, at, schedule.timesteps[step], forward_batch_size), x, sigmas, plan.tail)
     return Denoised(latents=latents, next_latents=next_latents, log_probs=log_probs, final_latents=x)
 
 

@@ -140,12 +140,15 @@ def schedule_settings(recipe: Recipe, start: Start, **workers: Any) -> Scheduler
     check_recipe(recipe)
     micro_batches = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch)
     first, steps = start.policy_version, recipe.train.steps
+    one_pool = workers["trainer"] in workers["generators"]
     return SchedulerSettings(
         **{
             "steps": steps,
             "micro_batches": len(micro_batches),
             "update_order": recipe.update_order,
-            "update_after": recipe.schedule.update_after,
+            # In one pool a step is generated before it is updated, where that would otherwise happen with changed weights.
+            "update_after": "step" if one_pool and recipe.updates_per_rollout > 1 else recipe.schedule.update_after,
+            "updates_per_rollout": recipe.updates_per_rollout,
             "tag": recipe.tag,
             "tag_static": recipe.schedule.tag_static,
             "max_stale_fraction": recipe.schedule.max_stale_fraction,

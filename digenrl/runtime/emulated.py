@@ -118,6 +118,7 @@ class WorkerPlan:
     scatter: Scatter = field(default_factory=Scatter)
     dies_at: int | None = None
     weight_bytes: int = 0
+    updates_per_rollout: int = 1
     takes_turns: bool = False
     """Whether it is a trainer of its own, which is told when to generate."""
 
@@ -179,6 +180,7 @@ class EmulatedHost:
         self._die = die
         self._commands = 0
         self._version = 0
+        self._update = 0
         self._generating = False
 
     def hello(self) -> Hello:
@@ -239,7 +241,8 @@ class EmulatedHost:
         """A step that has done nothing but count."""
         self._check_mode(generating=False)
         self._spend(self._takes.optimizer)
-        self._version += 1
+        self._update = (self._update + 1) % self._plan.updates_per_rollout
+        self._version += not self._update
         return StandInReport()
 
     def switch(self, generating: bool) -> float:

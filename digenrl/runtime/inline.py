@@ -49,6 +49,7 @@ from digenrl.scheduling.scheduler import Scheduler
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.training.digest import digests
 from digenrl.training.policy import Policy
+from digenrl.training.report import StepReport, merged_updates
 from digenrl.training.trainer import Trainer
 from digenrl.workers.evaluator import EvaluationSampler, evaluation_samples, summarise
 from digenrl.workers.generator import Generator, encode_prompts
@@ -115,6 +116,8 @@ class InlineExecutor:
         self._interrupt = interrupt
         self._checkpointer = checkpointer
         self._eval_conditioning: Conditioning | None = None
+        self._reports: list[StepReport] = []
+        """Of the updates of the present step."""
         self._queue: deque[WorkerCommand] = deque()
         self._began = time.perf_counter_ns()
 
@@ -169,9 +172,13 @@ class InlineExecutor:
             case OptimizerStep():
                 with self._interrupt.critical():
                     report = trainer.optimizer_step()
+                    self._reports.append(report)
                     self._timed(command, began_us)
-                    # A version whose step is not in the log must not be saved: it could not be logged again.
-                    self._journal.stepped(command.step, report.outcome, report.metrics, self._ledger.close_step(command.step))
+                    if not self._system.policy.between_updates:
+                        # A version whose step is not in the log must not be saved: it could not be logged again.
+                        outcome, metrics = merged_updates([[each] for each in self._reports])
+                        self._journal.stepped(command.step, outcome, metrics, self._ledger.close_step(command.step))
+                        self._reports = []
                     trainer.stepping = False
                 return report.outcome
             case Encode():

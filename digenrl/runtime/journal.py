@@ -22,6 +22,7 @@ from digenrl.metrics.video import filmstrips
 from digenrl.rewards.compose import Rewards
 from digenrl.runtime.ledger import StepRecord
 from digenrl.runtime.run_folder import RunFolder
+from digenrl.training.start_gate import start_gate_of
 from digenrl.workers.evaluator import Evaluation
 
 
@@ -112,7 +113,8 @@ class Journal:
 
     def stepped(self, step: int, outcome: StepOutcome, trained: Mapping[str, float], record: StepRecord[Any, Any]) -> None:
         """An RL step is over: log its metrics. trained: what the trainer says of it."""
-        metrics = _reward_metrics(record) | dict(trained)
+        weights = {reward.name: reward.weight for reward in self._recipe.rewards}
+        metrics = _reward_metrics(record, weights) | dict(trained)
         self.skipped_steps += outcome is not StepOutcome.APPLIED
         now = time.monotonic()
         seconds = now - self._step_began - self._step_timing.get("evaluate", 0.0)
@@ -132,8 +134,8 @@ class Journal:
         self._stop_without_rewards(step, bool(np.isfinite(record.rewards).any()))
         if metrics["invalid_samples"]:
             self._console.warn("invalid", f"{int(metrics['invalid_samples'])} samples of step {step} have no valid reward")
-        clip = getattr(self._recipe.algorithm.settings, "effective_clip_range", None)
-        for kind, text in warnings_of(metrics, clip_range=clip):
+        gate = start_gate_of(self._recipe)
+        for kind, text in warnings_of(metrics, clip_range=gate.clip_range, noise_share=gate.warn):
             self._console.warn(kind, text)
 
     def _stop_without_rewards(self, step: int, any_valid: bool) -> None:
@@ -169,7 +171,7 @@ class Journal:
         self._log.log("eval", version, metrics)
 
 
-def _reward_metrics(record: StepRecord[Any, Any]) -> dict[str, float]:
+def _reward_metrics(record: StepRecord[Any, Any], weights: Mapping[str, float]) -> dict[str, float]:
     valid = record.rewards[np.isfinite(record.rewards)]
     metrics = {
         "reward_mean": float(valid.mean()) if valid.size else math.nan,
@@ -181,6 +183,8 @@ def _reward_metrics(record: StepRecord[Any, Any]) -> dict[str, float]:
         values = np.concatenate([pieces[index] for index in sorted(pieces)])
         values = values[np.isfinite(values)]
         metrics[f"reward/{name}"] = float(values.mean()) if values.size else math.nan
+        if name in weights:
+            metrics[f"reward_weighted/{name}"] = weights[name] * metrics[f"reward/{name}"]
     return metrics
 
 

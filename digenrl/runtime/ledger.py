@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from digenrl.algorithms.base import Algorithm, GroupAdvantages
+from digenrl.algorithms.base import Algorithm, GroupAdvantages, RewardTable
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt
 from digenrl.data.sampler import PromptSampler
@@ -59,6 +59,7 @@ class Ledger(Generic[C, T]):
         self._algorithm = algorithm
         self._num_generations = recipe.rollout.num_generations
         self._micro_batches = cut_into_micro_batches(recipe.rollout.prompts_per_step, recipe.groups_in_micro_batch)
+        self._reward_names = tuple(reward.name for reward in recipe.rewards)
         self._batch_statistics = recipe.schedule.update_after == "step"
         self._steps: dict[int, StepRecord[C, T]] = {}
 
@@ -122,10 +123,20 @@ class Ledger(Generic[C, T]):
         record, prompts = self.step(micro_batch.step), self.micro_batch(micro_batch).prompts
         if self._batch_statistics:
             assert len(record.scored) == len(self._micro_batches), "update_after: step holds updates until all is scored"
-            groups = [self._algorithm.advantages(record.rewards)[prompt] for prompt in prompts]
-        else:
-            groups = self._algorithm.advantages(record.rewards[list(prompts)])
-        return groups
+            groups = self._algorithm.advantages(self._rewards(record, range(len(record.prompts))))
+            return [groups[prompt] for prompt in prompts]
+        return self._algorithm.advantages(self._rewards(record, prompts))
+
+    def _rewards(self, record: StepRecord[C, T], prompts: Sequence[int]) -> RewardTable:
+        """The rewards of some groups of a step."""
+        rows, by_reward = list(prompts), {}
+        for name in self._reward_names:
+            # Emulated workers score no reward by name: what they answer stands for each.
+            values = record.rewards.copy()
+            for index, piece in record.parts.get(name, {}).items():
+                values[list(self._micro_batches[index].prompts)] = piece.reshape(-1, self._num_generations)
+            by_reward[name] = values[rows]
+        return RewardTable(total=record.rewards[rows], by_reward=by_reward)
 
     def close_step(self, step: int) -> StepRecord[C, T]:
         """Forget a step and return its record."""

@@ -187,6 +187,7 @@ def _schedule_of(recipe: Recipe, mode: Any) -> dict[str, Any]:
     plain = {key: value for key, value in recipe.schedule.model_dump().items() if key in known}
     if "tag" in known:
         plain["tag"] = recipe.tag
+    plain["updates_per_rollout"] = recipe.updates_per_rollout
     return {**plain, "update_order": recipe.update_order, "steps": max(1, recipe.train.steps)}
 
 

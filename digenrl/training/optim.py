@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from digenrl.config.schema import TrainSection
@@ -31,6 +31,26 @@ def bytes_to_come(optimizer: torch.optim.AdamW) -> int:
         if parameter not in optimizer.state or not optimizer.state[parameter]:
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             total += 2 * own.numel() * own.element_size()
+    return total
+
+
+@torch.no_grad()
+def size_of_last_change(optimizer: torch.optim.AdamW) -> Tensor:
+    """Norm of what the last step has added to all parameters, from the optimizer's state: no copy of the weights is kept.
+
+    A DTensor where the parameters are. A parameter at a time: w' = (1 - lr wd) w - lr u, u being the step that Adam takes.
+    """
+    norms = []
+    for group in optimizer.param_groups:
+        rate, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+        count = float(optimizer.state[group["params"][0]]["step"])
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            spread = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt() + group["eps"]
+            adam = state["exp_avg"] / (1 - beta1**count) / spread
+            before = (parameter + rate * adam) / (1 - rate * decay)
+            norms.append(torch.linalg.vector_norm(rate * (adam + decay * before)))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 

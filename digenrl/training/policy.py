@@ -28,6 +28,8 @@ class Policy:
         self.adapter = adapter
         self.version = 0
         """Version of the weights that the network holds now."""
+        self.between_updates = False
+        """Whether some, and not all, updates of the next version are in the weights: nothing may be generated with them."""
         self._lora = recipe.model.lora is not None
         self._frozen: nn.Module | None = None
         if group.mesh is None:

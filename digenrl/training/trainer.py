@@ -1,17 +1,16 @@
 """The trainer: sums gradients over pairs, divides by Z once, clips, steps.
 
-Invariants: weights change in ``optimizer_step`` and nowhere else; an algorithm sees real, finite pairs only; a pair with a
-non-finite latent, log-probability, advantage or loss is masked before backward and still counts in Z; a non-finite gradient,
-or a step without a single finite pair, voids the whole step: weights, optimizer and average stay as they were.
+Invariants: weights change in ``optimizer_step`` and nowhere else, their version with the last one of an RL step; an algorithm
+sees real, finite pairs only; a pair with a non-finite latent, log-probability, advantage or loss is masked before backward and
+still counts in Z; a non-finite gradient, or a step without a single finite pair, voids the whole update: weights, optimizer and
+average stay as they were.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -31,54 +30,12 @@ from digenrl.training.checkpoint import Checkpoint
 from digenrl.training.ema import Ema
 from digenrl.training.group import ALONE, RankGroup, one_of_several, spread_like, whole, whole_on_first
 from digenrl.training.memory import memory_meter
-from digenrl.training.optim import bytes_to_come, learning_rate, make_optimizer
+from digenrl.training.optim import bytes_to_come, learning_rate, make_optimizer, size_of_last_change
 from digenrl.training.pairs import Pairs, gather_pairs, one_ahead
 from digenrl.training.policy import Policy
+from digenrl.training.report import StepReport, Sums
+from digenrl.training.start_gate import start_gate_of
 from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch, share_of_rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """Sums over some of a step's pairs, from which any share of them can be added up."""
-
-    total: float
-    squares: float = 0.0
-    count: int = 0
-    """Pairs; 0 for what is a total and not a mean."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What one optimizer step did, as one rank saw it."""
-
-    outcome: StepOutcome
-    common: dict[str, float]
-    """The same on all ranks."""
-    sums: dict[str, Sums]
-    """Of this rank's pairs."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Everything, by the name that the logs use."""
-        return merged_metrics([self])
-
-
-def merged_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Metrics of a step from the reports of all ranks."""
-    found: dict[str, float] = dict(reports[0].common)
-    for name in dict.fromkeys(name for report in reports for name in report.sums):
-        parts = [report.sums[name] for report in reports if name in report.sums]
-        total, count = math.fsum(part.total for part in parts), sum(part.count for part in parts)
-        if not count:
-            found[name] = total
-            continue
-        mean = total / count
-        if name.removeprefix("stale/") == "ratio":
-            variance = max(0.0, math.fsum(part.squares for part in parts) / count - mean * mean)
-            found |= {f"{name}_mean": mean, f"{name}_std": math.sqrt(variance)}
-        else:
-            found[name] = mean
-    return found
 
 
 class Trainer:
@@ -105,14 +62,20 @@ class Trainer:
         self._unsharded = group.mesh is not None and recipe.train.accumulate == "unsharded"
         self._unreduced: tuple[Pairs, Conditioning] | None = None
         """The last pass, where gradients wait on their ranks to be summed up (``train.accumulate: unsharded``)."""
-        self._metrics: list[dict[str, Tensor]] = []
-        self._stale_metrics: list[dict[str, Tensor]] = []
-        """Of pairs that the version before generated, whose ratios are not 1 for a reason: kept apart."""
+        self._metrics: dict[str, list[dict[str, Tensor]]] = {}
+        """By prefix of their names. ``stale/``: of pairs that the version before generated; ``later_updates/``: of the second
+        update of a rollout and after. Their ratios are not 1 for a reason, and kept apart."""
+        self._updates = recipe.updates_per_rollout
+        self._update = 0
+        """Optimizer steps of the present RL step that are done."""
+        self._gate = start_gate_of(recipe)
+        self._started = False
+        """Whether the start gate has been passed."""
 
     @property
     def settled(self) -> bool:
         """Whether the weights are those of ``policy.version``, and so may be saved."""
-        return not self.stepping and not (self.ema is not None and self.ema.in_place)
+        return not self.stepping and not self.policy.between_updates and not (self.ema is not None and self.ema.in_place)
 
     def accumulate(
         self,
@@ -128,18 +91,19 @@ class Trainer:
         more_to_come: whether another micro-batch comes before the optimizer step, which ``train.accumulate: unsharded`` uses.
         """
         self._schedule.check_same(trajectory.sigmas)
-        metrics = self._metrics if trajectory.policy_version == self.policy.version else self._stale_metrics
+        prefix = "stale/" if trajectory.policy_version != self.policy.version else "later_updates/" if self._update else ""
+        metrics = self._metrics.setdefault(prefix, [])
         group_size = _check_groups(trajectory, len(conditioning), advantages)
         trained_steps = trajectory.denoising_steps.shape[1]
         ranks = self._group.size
         self.choose_batch_size(trajectory, conditioning)
         batch_size = pairs_per_batch(self._asked_batch_size(), group_size, trained_steps, ranks)
-        values = torch.zeros(len(trajectory.samples), dtype=torch.float32)
+        values = torch.zeros(len(trajectory.samples), *advantages[0].values.shape[1:], dtype=torch.float32)
         mine: list[tuple[int, PairBatch]] = []
         for number, its in enumerate(advantages):
             self._pairs += int(its.kept.sum()) * trained_steps
             # Where the objective is nothing but the advantage's, a pair of advantage 0 counts in Z and needs no pass.
-            useful = its.kept if self._algorithm.needs_reference else its.kept & (its.values != 0)
+            useful = its.kept if self._algorithm.needs_reference else its.kept & its.values.reshape(group_size, -1).any(1)
             rows = torch.from_numpy(np.flatnonzero(useful)) + number * group_size
             values[number * group_size : (number + 1) * group_size] = torch.from_numpy(its.values).float()
             batches = list(pack_pairs(rows, trained_steps, batch_size))
@@ -189,8 +153,9 @@ class Trainer:
         if self._unreduced is not None:
             # The last micro-batch had nothing to train, and a pass is needed to bring the gradients of the others together.
             waiting, text = self._unreduced
-            self._pass(waiting.without_any(), text, self._metrics, more=False)
-        sums = {**_sums(self._metrics), **{f"stale/{name}": value for name, value in _sums(self._stale_metrics).items()}}
+            self._pass(waiting.without_any(), text, [], more=False)
+        sums = {f"{prefix}{name}": its for prefix, metrics in self._metrics.items() for name, its in _sums(metrics).items()}
+        self._pass_start_gate(sums)
         sums["nonfinite_pairs"] = Sums(total=float(self._nonfinite_pairs))
         metrics = {"trained_pairs": float(pairs)}
         if self._batch_size:
@@ -200,7 +165,7 @@ class Trainer:
         if pairs:
             norm = self._divide_and_clip(pairs)
             metrics |= {"grad_norm": float(norm), "learning_rate": rate}
-            some_finite = group.agree_on_any(bool(self._metrics or self._stale_metrics))
+            some_finite = group.agree_on_any(any(self._metrics.values()))
             nothing_finite = group.agree_on_any(self._nonfinite_pairs > 0) and not some_finite
             finite = bool(torch.isfinite(norm)) and not nothing_finite
             outcome = StepOutcome.APPLIED if finite else StepOutcome.VOIDED
@@ -209,12 +174,15 @@ class Trainer:
             for parameters in self.optimizer.param_groups:
                 parameters["lr"] = rate
             self.optimizer.step()
+            metrics["update_norm"] = float(whole(size_of_last_change(self.optimizer)))
             self.policy.weights_changed()
             if self.ema is not None:
                 self.ema.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.policy.version += 1
-        self._pairs, self._nonfinite_pairs, self._metrics, self._stale_metrics = 0, 0, [], []
+        self._update = (self._update + 1) % self._updates
+        self.policy.between_updates = self._update > 0
+        self.policy.version += not self.policy.between_updates
+        self._pairs, self._nonfinite_pairs, self._metrics = 0, 0, {}
         return StepReport(outcome=outcome, common=metrics, sums=sums)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
@@ -255,6 +223,20 @@ class Trainer:
         for name, state in saved.items():
             parameter = self.policy.parameters[name]
             self.optimizer.state[parameter] = {kind: spread_like(parameter, tensor) for kind, tensor in state.items()}
+
+    def _pass_start_gate(self, sums: dict[str, Sums]) -> None:
+        """Raise RunFailed where rollout and training disagree before the first update of this process. Collective."""
+        if self._started:
+            return
+        found, refused = sums.get("logprob_abs_diff"), None
+        try:
+            if found is not None and found.count:
+                self._gate.check(found.total / found.count)
+        except RunFailed as error:
+            refused = error
+        if self._group.agree_on_any(refused is not None):
+            raise refused or RunFailed("Another rank of the trainer refuses to start.", fix="Its message says why.")
+        self._started = self._group.agree_on_any(found is not None)
 
     def _gather(self, trajectory: Trajectory, batch: PairBatch, advantages: Tensor) -> Pairs:
         return gather_pairs(trajectory, batch, advantages, self._schedule, self.policy.adapter.device)
@@ -323,11 +305,12 @@ class Trainer:
 
     def _inputs(self, pairs: Pairs, text: Conditioning) -> LossInputs:
         """What the algorithm needs of the pairs that are not padding; the forward pass has the padding's rows too."""
-        step, real = self._step(pairs, text), pairs.real
-        reference_mean = None
+        (step, velocity), real = self._step(pairs, text), pairs.real
+        reference_mean = reference_velocity = None
         if self._algorithm.needs_reference:
             with torch.no_grad(), self.policy.reference():
-                reference_mean = self._step(pairs, text).mean[real]
+                reference, predicted = self._step(pairs, text)
+                reference_mean, reference_velocity = reference.mean[real], predicted[real]
         step = StepDistribution(step.mean[real], step.transition_std[real])
         return LossInputs(
             log_prob=self._algorithm.dynamics.log_prob(pairs.next_latents[real], step, self._algorithm.log_prob_reduction),
@@ -336,13 +319,18 @@ class Trainer:
             mean=step.mean,
             transition_std=step.transition_std,
             dt=(pairs.sigma_next - pairs.sigma)[real],
+            velocity=velocity[real],
             reference_mean=reference_mean,
+            reference_velocity=reference_velocity,
         )
 
-    def _step(self, pairs: Pairs, text: Conditioning) -> StepDistribution:
+    def _step(self, pairs: Pairs, text: Conditioning) -> tuple[StepDistribution, Tensor]:
+        """The distribution of each pair's step, and the velocity that it comes from."""
         velocity = self.policy.adapter.predict(pairs.latents, pairs.timesteps, text, self._guidance)
         sigma_1 = self._schedule.sigmas[1].to(velocity.device)
-        return self._algorithm.dynamics.step(pairs.latents, velocity, pairs.sigma, pairs.sigma_next, sigma_1, pairs.noise_levels)
+        dynamics = self._algorithm.dynamics
+        step = dynamics.step(pairs.latents, velocity, pairs.sigma, pairs.sigma_next, sigma_1, pairs.noise_levels)
+        return step, velocity
 
     def _divide_and_clip(self, pairs: int) -> Tensor:
         parameters = list(self.policy.parameters.values())
@@ -383,5 +371,6 @@ def _check_groups(trajectory: Trajectory, texts: int, advantages: Sequence[Group
 
 def _nonfinite(pairs: LossInputs) -> Tensor:
     """[N] bool: pairs that must not reach the algorithm. Latents and means show in the log-probability."""
-    values = torch.stack([pairs.log_prob.detach(), pairs.old_log_prob, pairs.advantages])
-    return ~torch.isfinite(values).all(0)
+    log_probs = torch.isfinite(torch.stack([pairs.log_prob.detach(), pairs.old_log_prob])).all(0)
+    advantages = torch.isfinite(pairs.advantages)
+    return ~(log_probs & (advantages.all(1) if advantages.ndim == 2 else advantages))

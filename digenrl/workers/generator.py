@@ -52,6 +52,12 @@ class Generator:
                 why="A trajectory of the wrong version would be trained with wrong importance ratios.",
                 fix="Sync the weights before generating.",
             )
+        if self._policy.between_updates:
+            raise ProtocolError(
+                f"Generation under version {policy_version} was asked for between two updates of the step after it.",
+                why="The weights are of no version.",
+                fix="Generate the whole step before its first update.",
+            )
         rollout, adapter, seed = self._recipe.rollout, self._policy.adapter, self._recipe.run.seed
         shape = adapter.latent_shape(rollout.height, rollout.width, rollout.num_frames)
         plan = self._algorithm.plan_steps(samples, self._schedule.num_steps)

@@ -15,7 +15,7 @@ from digenrl.algorithms.flow_grpo import FlowGRPO
 from digenrl.algorithms.objectives import clipped, clipped_policy_loss
 from digenrl.config.schema import Recipe
 
-CLIP = 0.2
+CLIP = (0.2, 0.2)
 
 
 def loss_and_gradient(ratio: float, advantage: float) -> tuple[float, float]:
@@ -43,13 +43,14 @@ def test_the_clip_takes_the_gradient_only_where_the_policy_has_already_moved_far
     ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     assert loss_and_gradient(ratio, advantage) == pytest.approx((loss, gradient))
-    is_clipped = bool(clipped(torch.tensor([ratio]), torch.tensor([advantage]), CLIP))
+    is_clipped = any(bool(side) for side in clipped(torch.tensor([ratio]), torch.tensor([advantage]), CLIP))
     assert is_clipped == (gradient == 0.0 and advantage != 0.0)
 
 
 def test_a_ratio_on_the_edge_of_the_clip_is_not_counted_as_clipped() -> None:
-    edges = torch.tensor([1 + CLIP, 1 - CLIP])
-    assert clipped(edges, torch.tensor([1.0, -1.0]), CLIP).tolist() == [0.0, 0.0]
+    edges = torch.tensor([1.2, 0.8])
+    below, above = clipped(edges, torch.tensor([1.0, -1.0]), CLIP)
+    assert (below + above).tolist() == [0.0, 0.0]
 
 
 def inputs(log_ratio: Tensor, advantages: Tensor, **changes: Any) -> LossInputs:
@@ -61,7 +62,9 @@ def inputs(log_ratio: Tensor, advantages: Tensor, **changes: Any) -> LossInputs:
         "mean": torch.zeros(n, 2, 2),
         "transition_std": torch.full((n,), 0.5),
         "dt": torch.full((n,), -0.25),
+        "velocity": torch.zeros(n, 2, 2),
         "reference_mean": None,
+        "reference_velocity": torch.zeros(n, 2, 2),
     }
     return LossInputs(**(plain | changes))
 
@@ -89,9 +92,9 @@ def test_the_metrics_say_how_far_the_policy_moved(tiny_recipe: Callable[..., Rec
 
 
 def test_the_default_clip_follows_the_reduction(tiny_recipe: Callable[..., Recipe]) -> None:
-    assert algorithm(tiny_recipe).settings.effective_clip_range == 1e-4
-    assert algorithm(tiny_recipe, log_prob_reduction="sum").settings.effective_clip_range == 0.2
-    assert algorithm(tiny_recipe, log_prob_reduction="sum", clip_range=0.05).settings.effective_clip_range == 0.05
+    assert algorithm(tiny_recipe).settings.effective_clip_range == (1e-4, 1e-4)
+    assert algorithm(tiny_recipe, log_prob_reduction="sum").settings.effective_clip_range == (0.2, 0.2)
+    assert algorithm(tiny_recipe, log_prob_reduction="sum", clip_range=0.05).settings.effective_clip_range == (0.05, 0.05)
 
 
 def test_the_kl_adds_beta_times_the_divergence_of_the_means(tiny_recipe: Callable[..., Recipe]) -> None:

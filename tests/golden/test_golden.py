@@ -6,17 +6,13 @@ peers take log(2 pi) in float32.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from digenrl.algorithms.advantages import group_advantages
@@ -26,26 +22,7 @@ from digenrl.config.schema import EmaSection, Recipe
 from digenrl.diffusion.dynamics import DanceSDE, Dynamics, FlowCPS, FlowSDE, StepDistribution, gaussian_log_prob
 from digenrl.models.sd3 import SD3Adapter
 from digenrl.training.ema import Ema
-
-HERE = Path(__file__).parent
-CASES: dict[str, dict[str, Any]] = {
-    case["case"]: case for case in json.loads((HERE / "manifest.json").read_text(encoding="utf-8"))["cases"]
-}
-
-
-@cache
-def tensors(file: str) -> dict[str, Tensor]:
-    return load_file(HERE / file)
-
-
-def golden(case: str, name: str) -> Tensor:
-    return tensors(CASES[case]["file"])[f"{case}/{name}"]
-
-
-def cases(prefix: str, *, without: tuple[str, ...] = ()) -> list[str]:
-    found = [name for name in CASES if name.startswith(prefix) and not any(part in name for part in without)]
-    assert found, f"no golden case starts with {prefix}"
-    return found
+from tests.golden.cases import CASES, cases, close, golden
 
 
 def flow_sde_step(x: Tensor, v: Tensor, sigmas: Tensor, steps: list[int], noise_level: float) -> StepDistribution:
@@ -62,10 +39,6 @@ def shared(dtype: torch.dtype = torch.float32, case: str = "flow_sde_inputs") ->
     names = ("sample", "model_output", "sigmas", "given_prev_sample")
     x, v, sigmas, given = (golden(case, name).to(dtype) for name in names)
     return x, v, sigmas, given
-
-
-def close(actual: Tensor, expected: Tensor, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("case", cases("flow_sde_i", without=("inputs",)))
@@ -204,7 +177,9 @@ def policy_inputs(log_prob: Tensor, old: Tensor, advantages: Tensor) -> LossInpu
         mean=nothing,
         transition_std=torch.ones(len(log_prob)),
         dt=-torch.ones(len(log_prob)),
+        velocity=nothing,
         reference_mean=None,
+        reference_velocity=None,
     )
 
 
@@ -251,7 +226,9 @@ def test_the_kl_to_the_reference_and_its_gradient_are_flow_grpos_up_to_dt(
             mean=ours.mean,
             transition_std=ours.transition_std,
             dt=dt,
+            velocity=v,
             reference_mean=reference.mean,
+            reference_velocity=v_ref,
         )
     )
     loss = out.loss.sum() / 2
@@ -277,7 +254,9 @@ def test_the_exact_kl_is_genrls(tiny_recipe: Callable[..., Recipe]) -> None:
             mean=golden(case, "mean"),
             transition_std=golden(case, "std_dev_t").flatten() * sqrt_dt,
             dt=-sqrt_dt.square(),
+            velocity=zeros,
             reference_mean=golden(case, "mean_ref"),
+            reference_velocity=zeros,
         )
     )
     close(out.loss.mean(), golden(case, "kl"))

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from digenrl.algorithms.base import GroupAdvantages, LossInputs, LossOutputs
+from digenrl.algorithms.base import GroupAdvantages, LossInputs, LossOutputs, RewardTable
 from digenrl.algorithms.flow_grpo import FlowGRPO
 from digenrl.config.loader import recipe_from_plain
 from digenrl.config.registry import component_class
@@ -41,7 +41,8 @@ from digenrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkp
 from digenrl.training.digest import digest, digests
 from digenrl.training.group import ALONE, RankGroup, join_group, whole
 from digenrl.training.policy import Policy
-from digenrl.training.trainer import StepReport, Trainer, merged_metrics
+from digenrl.training.report import StepReport, merged_metrics
+from digenrl.training.trainer import Trainer
 from digenrl.weight_sync.held import HeldWeights
 from digenrl.weight_sync.publication import publish
 from digenrl.weight_sync.publisher import Publisher
@@ -113,7 +114,7 @@ class Side:
         return report
 
     def advantages(self, *rewards: Sequence[float]) -> list[GroupAdvantages]:
-        return self.algorithm.advantages(np.array(rewards, dtype=np.float64))
+        return self.algorithm.advantages(RewardTable(total=np.array(rewards, dtype=np.float64)))
 
     def momentum(self) -> dict[str, Tensor]:
         """After one step, a tenth of the gradient that the optimizer was given."""
@@ -207,7 +208,7 @@ def small_recipe(folder: Path, **overrides: Any) -> Recipe:
             "width": 32,
             "forward_batch_size": GROUP_SIZE,
         },
-        "algorithm": {"type": "flow_grpo"},
+        "algorithm": {"type": "flow_grpo", "start_gate_refuse": 1e6},
         "rewards": [{"type": "jpeg"}],
         "train": {"steps": 4, "learning_rate": 1e-3, "timestep_batch_size": 4},
     }
@@ -291,7 +292,7 @@ def family_gradient(ranks: Ranks, case: FamilyCase, lora: Any) -> Numbers:
     return gradients_of(alone, shared, alone.trajectories())
 
 
-KL = {"type": "flow_grpo", "kl_beta": 0.04}
+KL = {"type": "flow_grpo", "start_gate_refuse": 1e6, "kl_beta": 0.04}
 FULL = {"lora": None}
 
 

@@ -45,6 +45,7 @@ def test_the_gradient_is_the_plain_one_for_every_timestep_batch_size(
     # 5 samples x 3 trained steps = 15 pairs a group: 2, 4 and 7 do not divide them.
     rig = make_rig(
         model={"lora": lora},
+        algorithm={"type": "flow_grpo", "start_gate_refuse": 1e6},
         rollout={"num_generations": 5, "forward_batch_size": 5},
         train={"steps": 2, "timestep_batch_size": size},
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from digenrl.algorithms.base import RewardTable
 from digenrl.algorithms.flow_grpo import FlowGRPO
 from digenrl.config.schema import Recipe, RewardSpec, Section
 from digenrl.data.prompts import Prompt
@@ -83,7 +84,7 @@ def test_every_order_of_six_micro_batches_gives_every_sample_its_own_reward(tiny
         assert np.array_equal(ledger.step(0).rewards, wanted)
         for index in order:
             (group,) = ledger.advantages(MicroBatchId(0, index))
-            assert np.array_equal(group.values, algorithm.advantages(wanted[index : index + 1])[0].values)
+            assert np.array_equal(group.values, algorithm.advantages(RewardTable(total=wanted[index : index + 1]))[0].values)
 
 
 def test_the_ledger_refuses_the_samples_of_another_micro_batch(tiny_recipe: Callable[..., Recipe]) -> None:

@@ -61,14 +61,14 @@ class _EmulatedPool(WorkerPool):
 
     def __init__(self, recipe: Recipe, ranks: Sequence[Rank], group: Any, inbox: Inbox, costs: EmulatedCosts) -> None:
         super().__init__(recipe, ranks, group, inbox, keep_previous=False)
-        self._costs = costs
+        self._costs, self._updates = costs, recipe.updates_per_rollout
 
     def set_up(self, process: Process) -> ObjectRef[Any]:
         """See WorkerPool.set_up."""
         rank = process.rank
         plan = self._costs.plan(rank.worker, process.incarnation)
         turns = rank.roles == {"generate", "train"}
-        ref: ObjectRef[Any] = process.actor.setup.remote(replace(plan, takes_turns=turns))
+        ref: ObjectRef[Any] = process.actor.setup.remote(replace(plan, takes_turns=turns, updates_per_rollout=self._updates))
         return ref
 
 

@@ -47,7 +47,7 @@ from digenrl.scheduling.commands import (
 from digenrl.scheduling.events import CommandFailed, ConditioningLost, Event, Finished, TrajectoryLost, WorkerJoined, WorkerLost
 from digenrl.scheduling.micro_batches import filling, spread_over_ranks
 from digenrl.scheduling.settings import SchedulerSettings
-from digenrl.training.trainer import StepReport, merged_metrics
+from digenrl.training.report import StepReport, merged_updates
 
 if TYPE_CHECKING:
     from digenrl.runtime.ray.system import RaySystem
@@ -106,6 +106,8 @@ class RayExecutor(Outcomes):
         """Loads that wait until their version is being published."""
         self._digests: dict[int, str] = {}
         """Of the published weights, by version; the newest."""
+        self._reports: list[list[StepReport]] = []
+        """Of the updates of the present step."""
         self._truncated: set[str] = set()
         self._local = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer") if system.local_scorer else None
         self._evaluation = RemoteEvaluation(
@@ -176,6 +178,11 @@ class RayExecutor(Outcomes):
     def finish(self) -> None:
         """Take a step in hand to its end, and save the version that the trainer is at, as far as that is quick."""
         if not all(process.up for process in self._trainer()) or not self._settle():
+            return
+        if self._reports:
+            self._journal.warn(
+                "save", "the run stops between two updates of a step, so the newest checkpoint stays the one before"
+            )
             return
         refs = [self._pool.call(process, "save", *self._checkpoint())[0] for process in self._trainer()]
         _, late = ray.wait(refs, num_returns=len(refs), timeout=_SAVE_TIMEOUT_S)
@@ -323,9 +330,12 @@ class RayExecutor(Outcomes):
         outcome = reports[0].outcome
         with self._interrupt.critical():
             self._ledger.step(command.step).update += 1
+            self._reports.append(reports)
             if command.update == self._settings.updates_per_rollout - 1:
                 self._policy_version = command.step + 1
-                self._journal.stepped(command.step, outcome, merged_metrics(reports), self._ledger.close_step(command.step))
+                merged, metrics = merged_updates(self._reports)
+                self._reports = []
+                self._journal.stepped(command.step, merged, metrics, self._ledger.close_step(command.step))
         return outcome
 
     def _sync(self, command: SyncWeights) -> None:

@@ -38,7 +38,8 @@ from digenrl.runtime.ray.wire import (
 from digenrl.training.checkpoint import PREVIOUS, load_checkpoint
 from digenrl.training.digest import digests
 from digenrl.training.group import ALONE, RankGroup, forget_passes
-from digenrl.training.trainer import StepReport, Trainer
+from digenrl.training.report import StepReport
+from digenrl.training.trainer import Trainer
 from digenrl.weight_sync.broadcast import BroadcastGroup
 from digenrl.weight_sync.held import HeldWeights
 from digenrl.weight_sync.publication import Publication, digest_of

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from digenrl.algorithms.base import RewardTable
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt
 from digenrl.errors import ConfigError, ProtocolError
@@ -40,7 +41,7 @@ def pool(recipe: Recipe) -> tuple[WorkerHost, WorkerHost]:
 
 
 def advantages(trainer: WorkerHost) -> list[Any]:
-    return trainer.built.algorithm.advantages(np.array([[0.0, 1.0, 3.0], [2.0, 5.0, 1.0]]))
+    return trainer.built.algorithm.advantages(RewardTable(total=np.array([[0.0, 1.0, 3.0], [2.0, 5.0, 1.0]])))
 
 
 def state_of(trainer: WorkerHost) -> dict[str, str]:
