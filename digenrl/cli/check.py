@@ -21,6 +21,8 @@ from digenrl.scheduling.micro_batches import cut_into_micro_batches, idle_share,
 from digenrl.scheduling.settings import stale_quota
 from digenrl.simulation.memory import check_memory, holders, memory_lines, memory_of
 from digenrl.simulation.model_sizes import sizes_of
+from digenrl.simulation.run import simulate
+from digenrl.simulation.source import load_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,8 @@ def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
     print(f"data: {found.prompts} prompts, {recipe.train.steps} steps")
     if (emulate := recipe.cluster.emulate) is not None:
         print(f"EMULATION of {emulate.preset}: no picture is made, nothing is learned")
-    for line in (*sums.lines(), *_spread_lines(recipe), *worker_lines(recipe), *memory_lines(recipe)):
+    lines = (*sums.lines(), *_spread_lines(recipe), *_held_lines(path, recipe, overrides), *worker_lines(recipe))
+    for line in (*lines, *memory_lines(recipe)):
         print(line)
     for warning in found.warnings:
         print(f"warning: {warning}")
@@ -151,6 +154,26 @@ def _spread_lines(recipe: Recipe) -> list[str]:
                 f"micro-batch, {each} a rank, ranks idle {idle:.0%}".replace("%", " %")
             )
     return lines
+
+
+def _held_lines(path: str, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """What it costs that updates wait for the rewards of the whole step, and how a step is cut into updates."""
+    lines = []
+    if recipe.updates_per_rollout > 1:
+        lines.append(f"{recipe.updates_per_rollout} optimizer steps per rollout, over {_micro_batches(recipe)} micro-batches")
+    if recipe.schedule.update_after != "step":
+        return lines
+    held = "updates wait until the whole step is scored (schedule.update_after: step)"
+    if recipe.cluster.placement != "disaggregated":
+        return [*lines, f"{held}: its trajectories are kept until then, and no time is lost in one pool"]
+    if len({pool.ranks for pool in recipe.generating_pools}) > 1:
+        return [*lines, f"{held}: the trainer is idle until then"]
+    usual, waiting = (
+        simulate(loaded.settings, loaded.costs).step_time_s
+        for loaded in (load_source(path, [*overrides, f"schedule.update_after={after}"], steps=4) for after in ("group", "step"))
+    )
+    more = f"{max(0.0, waiting / usual - 1):.0%}".replace("%", " %")
+    return [*lines, f"{held}: a step takes {more} longer, simulated with default durations of the shipped tiny model"]
 
 
 def _count(count: int, noun: str) -> str:

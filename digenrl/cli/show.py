@@ -13,6 +13,8 @@ from digenrl.errors import ConfigError
 
 def run(kind: str | None, name: str | None) -> None:
     """Print the list or the settings asked for."""
+    if kind is not None and kind.removesuffix("s") in KINDS:
+        kind = kind.removesuffix("s")  # `digenrl show algorithms` is what one says for the list
     if kind is None:
         for each, known in KINDS.items():
             print(f"{each}:")

@@ -178,6 +178,13 @@ def check_replayable(recipe: Recipe, trace: Trace, ours: SchedulerSettings) -> N
         )
     sizes = ("steps", "micro_batches", "groups_per_micro_batch", "updates_per_rollout", "evaluate_at", "update_after")
     inline = recipe.cluster.placement == "inline"
+    if inline and recorded.updates_per_rollout > 1 and recorded.update_after == "group":
+        raise ConfigError(
+            f"The trace has {recorded.updates_per_rollout} updates per rollout, and some of its samples were generated after the "
+            "first of them.",
+            why="By then one process has no weights of the step's version left to generate with.",
+            fix="Replay with the run's own cluster.placement, or record a run with schedule.update_after=step.",
+        )
     for name in (*sizes, *(() if inline else ("generators", "trainer", "scorers"))):
         before, now = getattr(recorded, name), getattr(ours, name)
         if before != now:

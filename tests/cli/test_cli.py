@@ -322,7 +322,7 @@ def test_show_documents_a_user_s_component(digenrl: Call, workplace: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("rewards",), "There is nothing called 'rewards' to show"),
+        (("prizes",), "There is nothing called 'prizes' to show"),
         (("reward", "jpge"), "Did you mean 'jpeg'?"),
         (("recipe", "trian"), "A recipe has no section 'trian'"),
         (("reward", "no_such_module_here:X"), "cannot import"),

@@ -128,6 +128,7 @@ def test_a_window_trains_its_length() -> None:
 
 
 def test_the_clip_range_fits_the_form_of_the_log_probability_unless_it_is_given() -> None:
-    assert FlowGRPOSettings().effective_clip_range == 1e-4
-    assert FlowGRPOSettings(log_prob_reduction="sum").effective_clip_range == 0.2
-    assert FlowGRPOSettings(clip_range=0.3).effective_clip_range == 0.3
+    assert FlowGRPOSettings().effective_clip_range == (1e-4, 1e-4)
+    assert FlowGRPOSettings(log_prob_reduction="sum").effective_clip_range == (0.2, 0.2)
+    assert FlowGRPOSettings(clip_range=0.3).effective_clip_range == (0.3, 0.3)
+    assert FlowGRPOSettings(clip_range=(0.1, 0.3)).effective_clip_range == (0.1, 0.3)

@@ -101,6 +101,14 @@ def test_both_sides_name_a_version_by_the_same_digest() -> None:
     assert generator.load(manifest) == manifest.digest == generator.weights_digest()[1]
 
 
+def test_the_version_of_a_trainer_grows_with_the_last_update_of_a_rollout() -> None:
+    trainer = host(Clock(), updates_per_rollout=2)
+    trainer.optimizer_step()
+    assert trainer.weights_digest()[0] == 0
+    trainer.optimizer_step()
+    assert trainer.weights_digest()[0] == 1
+
+
 def test_a_trainer_generates_only_in_its_generating_mode_and_trains_only_out_of_it() -> None:
     trainer = host(Clock(), takes_turns=True)
     with pytest.raises(ProtocolError, match="training mode"):
