@@ -22,12 +22,12 @@ import torch
 from digenrl.algorithms.base import Algorithm, GroupAdvantages, LossInputs, LossOutputs, RewardTable
 from digenrl.config.checks import check_recipe
 from digenrl.config.loader import recipe_from_plain
+from digenrl.config.registry import component_class
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt
 from digenrl.diffusion.sampler import StepPlan
 from digenrl.ids import SampleId, StepOutcome
-from digenrl.models.base import Conditioning
-from digenrl.models.sd3 import SD3Adapter
+from digenrl.models.base import Conditioning, ModelAdapter
 from digenrl.runtime.build import build_algorithm
 from digenrl.testing.tiny_pipelines import build_sd3
 from digenrl.training.policy import Policy
@@ -105,7 +105,7 @@ def _check_advantages(algorithm: Algorithm) -> list[GroupAdvantages]:
 
 
 def _check_training(algorithm: Algorithm, recipe: Recipe, groups: Sequence[GroupAdvantages]) -> dict[str, float]:
-    adapter = SD3Adapter.load(recipe, torch.device("cpu"))
+    adapter: ModelAdapter = component_class("model", recipe.model.type, where="model.type").load(recipe, torch.device("cpu"))
     seen = _Recorder(algorithm)
     policy = Policy(adapter, recipe, needs_reference=algorithm.needs_reference)
     schedule = adapter.noise_schedule(STEPS, recipe.rollout.height, recipe.rollout.width)
