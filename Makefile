@@ -15,7 +15,7 @@ demo: $(VENV)/installed
 	$(BIN)/digenrl train recipes/quickstart.yaml
 
 test: $(VENV)/installed-dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/installed-dev
 	$(BIN)/pytest -m slow --timeout 1200

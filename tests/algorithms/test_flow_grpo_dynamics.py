@@ -122,9 +122,9 @@ def test_the_last_step_of_every_plan_has_no_noise_and_is_not_trained(dynamics: s
 )
 def test_the_default_clip_follows_the_dynamics(dynamics: str, reduction: str, clip: float, tiny_recipe: MakeRecipe) -> None:
     settings = tiny_recipe(**sections(dynamics, log_prob_reduction=reduction)).algorithm.settings
-    assert settings.effective_clip_range == clip
+    assert settings.effective_clip_range == (clip, clip)
     given = tiny_recipe(**sections(dynamics, log_prob_reduction=reduction, clip_range=0.05)).algorithm.settings
-    assert given.effective_clip_range == 0.05
+    assert given.effective_clip_range == (0.05, 0.05)
 
 
 @pytest.mark.parametrize("level", [0.01, 1.0])

@@ -68,7 +68,7 @@ def test_a_recipe_has_the_published_hyperparameters(
     assert recipe.model.lora.alpha == 2 * recipe.model.lora.rank
     assert algorithm.kl_beta == (0.04 if name.startswith("sd35") else 0.0)
     found = {
-        "clip": algorithm.effective_clip_range,
+        "clip": algorithm.effective_clip_range[0],
         "cfg": rollout.true_cfg_scale,
         "embedded": rollout.guidance_scale,
         "rank": recipe.model.lora.rank,

@@ -69,7 +69,7 @@ def test_a_recipe_has_the_published_hyperparameters(name: str, steps: int, train
     assert algorithm.num_trained_steps(steps) == trained
     found = {
         "lr": recipe.train.learning_rate,
-        "clip": algorithm.effective_clip_range,
+        "clip": algorithm.effective_clip_range[0],
         "cfg": recipe.rollout.true_cfg_scale,
         "rank": recipe.model.lora.rank if recipe.model.lora else None,
         "noise": recipe.rollout.noise_level,

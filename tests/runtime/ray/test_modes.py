@@ -58,6 +58,7 @@ def test_weights_that_are_broadcast_are_the_weights_of_the_object_store(
 TWO_RANKS = ("cluster.trainer.ranks=2", "train.timestep_batch_size=4")
 
 
+@pytest.mark.slow
 def test_two_trainer_ranks_give_the_same_weights_in_both_placements_and_those_of_one_rank_to_rounding(
     train_small: TrainSmall, tmp_path: Path
 ) -> None:

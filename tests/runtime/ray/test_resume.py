@@ -48,6 +48,7 @@ def cut_back(run: Path, to: Path, version: int) -> Path:
     return to
 
 
+@pytest.mark.slow
 def test_a_step_that_was_begun_with_the_version_before_comes_out_the_same_after_a_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small_recipe(run, *STALE, f"train.steps={STEPS}"))
