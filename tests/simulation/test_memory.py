@@ -176,7 +176,7 @@ def test_check_and_plan_show_the_estimate(capsys: pytest.CaptureFixture[str]) ->
     table = memory_table(recipe)
     assert table[0].endswith("Wan2.1 14B at 256 x 256 x 5 frames:")
     assert [line[:30].strip() for line in table[2:4]] == ["as the recipe says", "LoRA of rank 64, checkpointing"]
-    found = plan(load_source(WAN, ["schedule.micro_batching=none"]), 8)
+    found = plan(load_source(WAN, ["schedule.micro_batching=none", "algorithm.updates_per_rollout=1"]), 8)
     assert found.lines()[-len(table) :] == table
 
 
