@@ -96,11 +96,11 @@ def inspect(recipe: Recipe) -> Inspection:
         )
     if mixes_prompt_lengths(recipe):
         warnings.append(f"{MIXED_LENGTHS} Ratios are not exactly 1 at first; use schedule.groups_per_micro_batch=1")
-    warnings += _schedule_warnings(recipe)
+    warnings += schedule_warnings(recipe)
     return Inspection(folder=folder, prompts=len(loaded.prompts), warnings=tuple(warnings))
 
 
-def _schedule_warnings(recipe: Recipe) -> Iterator[str]:
+def schedule_warnings(recipe: Recipe) -> Iterator[str]:
     """What is said of the schedule and comes to nothing."""
     asked, micro_batches = recipe.schedule.max_stale_fraction, _micro_batches(recipe)
     if asked and not stale_quota(asked, micro_batches):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from digenrl.cli.check import inspect
+from digenrl.cli.check import inspect, schedule_warnings
 from digenrl.cli.emulation import emulation_of
 from digenrl.cli.environment import calm_threads
 from digenrl.cli.report import report_lines
@@ -38,6 +38,8 @@ def run(
     else:
         recipe, folder = _what_to_train(path, overrides, resume)
     inspect(recipe)  # a mistake shows in a second, before torch is imported and a run folder made
+    for warning in schedule_warnings(recipe):
+        print(f"warning: {warning}")
     calm_threads()
     os.environ.setdefault("OMP_NUM_THREADS", str(recipe.run.threads_per_worker))
     emulation = emulation_of(recipe)

@@ -52,7 +52,7 @@ def step_arithmetic(recipe: Recipe) -> StepArithmetic:
     rollout_batches = (micro_batches - 1) * batches[0] + batches[1]
     samples = groups * rollout.num_generations
     trained = trained_steps(recipe)
-    pairs_per_group = rollout.num_generations * trained
+    pairs_per_group = trained_samples(recipe) * trained
     asked = recipe.train.timestep_batch_size
     # What `auto` will find is not known here; at most this.
     timestep_batch = max(1, min(asked, pairs_per_group) if isinstance(asked, int) else pairs_per_group)
@@ -80,6 +80,13 @@ def trained_steps(recipe: Recipe) -> int:
     steps = recipe.rollout.num_inference_steps
     count = getattr(recipe.algorithm.settings, "num_trained_steps", None)
     return int(count(steps)) if count is not None else steps - 1
+
+
+def trained_samples(recipe: Recipe) -> int:
+    """Samples of each group that are trained: all, unless the algorithm chooses."""
+    size = recipe.rollout.num_generations
+    count = getattr(recipe.algorithm.settings, "num_trained_samples", None)
+    return int(count(size)) if count is not None else size
 
 
 def padding_advice(recipe: Recipe) -> str | None:

@@ -52,7 +52,7 @@ def share_of_rank(batches: Sequence[PairBatch], rank: int, ranks: int) -> list[P
     return mine
 
 
-def pairs_per_batch(asked: int | Literal["all"], num_generations: int, trained_steps: int, ranks: int = 1) -> int:
+def pairs_per_batch(asked: int | Literal["all"], trained_samples: int, trained_steps: int, ranks: int = 1) -> int:
     """Rows of a training forward: what the recipe asks for, at most a whole group; ``all`` is a rank's share of a group."""
-    whole = num_generations * trained_steps
+    whole = trained_samples * trained_steps
     return -(-whole // ranks) if asked == "all" else min(asked, whole)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import Algorithm, GroupAdvantages, LossInputs, LossOutputs
+from digenrl.config.arithmetic import trained_samples
 from digenrl.config.schema import Recipe
 from digenrl.diffusion.dynamics import StepDistribution
 from digenrl.diffusion.noise_schedule import NoiseSchedule
@@ -97,7 +98,7 @@ class Trainer:
         trained_steps = trajectory.denoising_steps.shape[1]
         ranks = self._group.size
         self.choose_batch_size(trajectory, conditioning)
-        batch_size = pairs_per_batch(self._asked_batch_size(), group_size, trained_steps, ranks)
+        batch_size = pairs_per_batch(self._asked_batch_size(), trained_samples(self._recipe), trained_steps, ranks)
         values = torch.zeros(len(trajectory.samples), *advantages[0].values.shape[1:], dtype=torch.float32)
         mine: list[tuple[int, PairBatch]] = []
         for number, its in enumerate(advantages):
@@ -126,7 +127,7 @@ class Trainer:
         if train.timestep_batch_size != "auto" or self._batch_size:
             return None
         assert train.memory_budget_gib is not None, "checked with the recipe"
-        size, steps = self._recipe.rollout.num_generations, trajectory.denoising_steps.shape[1]
+        size, steps = trained_samples(self._recipe), trajectory.denoising_steps.shape[1]
         meter, group = memory_meter(self.policy.adapter.device), self._group
 
         def measure(pairs: int) -> Measured:

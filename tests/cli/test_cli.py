@@ -344,6 +344,8 @@ def test_an_output_folder_that_holds_another_run_is_refused_and_left_as_it_was(d
     (folder / "final" / "parameters.safetensors").write_bytes(b"precious")
     before = snapshot(folder)
     is_an_error(digenrl("train", QUICKSTART, "run.output_dir=old"), "run.output_dir: 'old' is not an empty folder")
+    told = digenrl("train", QUICKSTART, "run.output_dir=old", "schedule.max_stale_fraction=0.25").out
+    assert "warning: schedule.max_stale_fraction (0.25)" in told, "what comes to nothing is said by train, too"
     assert snapshot(folder) == before
     (workplace / "file").write_bytes(b"x")
     is_an_error(digenrl("train", QUICKSTART, "run.output_dir=file"), "run.output_dir: 'file' is not an empty folder")

@@ -158,3 +158,9 @@ def test_a_user_s_algorithm_that_says_nothing_trains_all_steps_but_the_last(
     )
     recipe = load_recipe(write(text.replace("type: flow_grpo", "type: own_algo:Mine")))
     assert step_arithmetic(recipe).trained_steps == 7
+
+
+def test_only_the_samples_that_an_algorithm_chooses_count_as_trained() -> None:
+    changes = ["algorithm={type: dance_grpo, best_of_n: 4}", "rollout.num_generations=12"]
+    found = step_arithmetic(load_recipe(ROOT / "recipes" / "quickstart.yaml", changes))
+    assert found.pairs_per_group == found.timestep_batch_size == 4 * found.trained_steps

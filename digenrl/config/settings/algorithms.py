@@ -83,6 +83,10 @@ class DanceGRPOSettings(PolicyGradientSettings):
         """Denoising steps trained per sample: int((T - 1) f)."""
         return share_of_steps(num_inference_steps - 1, self.timestep_fraction)
 
+    def num_trained_samples(self, num_generations: int) -> int:
+        """Samples trained of each group."""
+        return num_generations if self.best_of_n is None else self.best_of_n
+
     def check(self, recipe: Recipe) -> None:
         """See PolicyGradientSettings.check."""
         super().check(recipe)
