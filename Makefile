@@ -18,7 +18,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/installed-dev
-	$(BIN)/pytest -m slow --timeout 1200
+	$(BIN)/pytest -n 2 --dist loadfile -m slow --timeout 1200
 
 test-gpu: $(VENV)/installed-dev
 	$(BIN)/pytest -m gpu
