@@ -200,10 +200,13 @@ def _truths_as_numbers(given: Any, taken: Any, path: KeyPath) -> Iterator[_Probl
 
 def _unknown(wrong: str, cls: type[BaseModel] | None, own_keys: frozenset[str]) -> str:
     siblings = own_keys | set(cls.model_fields if cls else ()) - {"settings"}
+    everywhere = _all_keys()
+    kind = everywhere.get(wrong, "").partition(".")[0]
+    if own_keys and own_keys == _OWN_KEYS.get(kind):
+        return f"is a key of another type of {kind}; a new type is given as a whole: '{kind}={{type: NAME, ...}}'"
     close = difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.6)
     if close:
         return f"is not a known key; did you mean {close[0]}?"
-    everywhere = _all_keys()
     close = difflib.get_close_matches(wrong, everywhere, n=1, cutoff=0.8)
     hint = f"did you mean {everywhere[close[0]]}?" if close else f"known are: {', '.join(sorted(siblings))}"
     return f"is not a known key; {hint}"

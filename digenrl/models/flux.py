@@ -20,7 +20,7 @@ from digenrl.config.schema import Recipe
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.models.base import Conditioning, Guidance
 from digenrl.models.packing import pack, unpack
-from digenrl.models.pipeline_adapter import PipelineAdapter, Reader
+from digenrl.models.pipeline_adapter import JOINT_ATTENTION, PipelineAdapter, Reader
 
 _FAMILY = FAMILIES["flux"]
 
@@ -30,9 +30,8 @@ class FluxAdapter(PipelineAdapter):
 
     pipeline_class = "FluxPipeline"
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    default_lora_targets = tuple(
-        f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-    )
+    default_lora_targets = JOINT_ATTENTION
+    packing = 2
     sharded_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
 
     @torch.no_grad()
@@ -46,16 +45,10 @@ class FluxAdapter(PipelineAdapter):
                 )
         return Conditioning(tensors)
 
-    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(channels, height / f, width / f), f the VAE's scale factor."""
-        factor = self._pipeline.vae_scale_factor
-        return (self._pipeline.transformer.config.in_channels // 4, height // factor, width // factor)
-
     def noise_schedule(self, num_inference_steps: int, height: int, width: int) -> NoiseSchedule:
         """See ModelAdapter.noise_schedule."""
-        _, latent_height, latent_width = self.latent_shape(height, width)
         sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
-        tokens = (latent_height // 2) * (latent_width // 2)
+        tokens = self._image_tokens(height, width, patch=self.packing)
         return self._flow_match_schedule(num_inference_steps, image_tokens=tokens, sigmas=sigmas)
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning, guidance: Guidance) -> Tensor:

@@ -19,7 +19,7 @@ from digenrl.config.schema import Recipe
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.errors import ConfigError
 from digenrl.models.base import Conditioning, Guidance
-from digenrl.models.pipeline_adapter import PipelineAdapter, Reader
+from digenrl.models.pipeline_adapter import JOINT_ATTENTION, PipelineAdapter, Reader
 from digenrl.models.video import frames_first, latent_shape
 
 _FRAME_TOLERANCE = 8
@@ -32,9 +32,7 @@ class HunyuanVideoAdapter(PipelineAdapter):
     pipeline_class = "HunyuanVideoPipeline"
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     media = ("image", "video")
-    default_lora_targets = tuple(
-        f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-    )
+    default_lora_targets = JOINT_ATTENTION
     sharded_blocks = ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock")
 
     @torch.no_grad()

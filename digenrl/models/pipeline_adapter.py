@@ -23,6 +23,11 @@ from digenrl.errors import ConfigError
 from digenrl.models.base import ALL_PARTS, Part, part_not_loaded
 from digenrl.models.loading import load_pipeline, own_memory, quiet_libraries
 
+JOINT_ATTENTION = tuple(
+    f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+)
+"""Projections of diffusers' attention over pictures and text together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:
@@ -44,6 +49,8 @@ class PipelineAdapter:
     """The pipeline's text encoders and tokenizers."""
     media: ClassVar[tuple[Medium, ...]] = ("image",)
     """What the family can make."""
+    packing: ClassVar[int] = 1
+    """Latents per side that the network takes as one token of several times their channels."""
     default_lora_targets: tuple[str, ...]
     sharded_blocks: tuple[str, ...]
 
@@ -105,6 +112,12 @@ class PipelineAdapter:
         adapter._check(recipe)
         adapter._place(recipe)
         return adapter
+
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """(channels, height / f, width / f) of an image, f the VAE's scale factor; families of videos have their own."""
+        factor = self._pipeline.vae_scale_factor
+        channels = self._pipeline.transformer.config.in_channels // self.packing**2
+        return (channels, height // factor, width // factor)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -181,6 +194,11 @@ class PipelineAdapter:
         with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32, cache_enabled=False):
             answer: Tensor = self.transformer(hidden_states=latents.to(self._dtype), return_dict=False, **inputs)[0]
         return answer.float()
+
+    def _image_tokens(self, height: int, width: int, *, patch: int) -> int:
+        """Tokens of an image of so many pixels, each of patch x patch latents."""
+        _, latent_height, latent_width = self.latent_shape(height, width)
+        return (latent_height // patch) * (latent_width // patch)
 
     def _flow_match_schedule(
         self, num_inference_steps: int, *, image_tokens: int, sigmas: Sequence[float] | None = None

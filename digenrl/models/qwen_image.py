@@ -24,7 +24,7 @@ from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.errors import ConfigError
 from digenrl.models.base import Conditioning, Guidance
 from digenrl.models.packing import pack, unpack
-from digenrl.models.pipeline_adapter import PipelineAdapter, Reader
+from digenrl.models.pipeline_adapter import JOINT_ATTENTION, PipelineAdapter, Reader
 
 
 class QwenImageAdapter(PipelineAdapter):
@@ -32,9 +32,8 @@ class QwenImageAdapter(PipelineAdapter):
 
     pipeline_class = "QwenImagePipeline"
     text_components = ("text_encoder", "tokenizer")
-    default_lora_targets = tuple(
-        f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-    )
+    default_lora_targets = JOINT_ATTENTION
+    packing = 2
     sharded_blocks = ("QwenImageTransformerBlock",)
 
     @torch.no_grad()
@@ -46,16 +45,10 @@ class QwenImageAdapter(PipelineAdapter):
                 tensors |= {f"{prefix}{name}": tensor for name, tensor in self._encode(texts).items()}
         return Conditioning(tensors)
 
-    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(channels, height / f, width / f), f the VAE's scale factor."""
-        factor = self._pipeline.vae_scale_factor
-        return (self._pipeline.transformer.config.in_channels // 4, height // factor, width // factor)
-
     def noise_schedule(self, num_inference_steps: int, height: int, width: int) -> NoiseSchedule:
         """See ModelAdapter.noise_schedule."""
-        _, latent_height, latent_width = self.latent_shape(height, width)
         sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
-        tokens = (latent_height // 2) * (latent_width // 2)
+        tokens = self._image_tokens(height, width, patch=self.packing)
         return self._flow_match_schedule(num_inference_steps, image_tokens=tokens, sigmas=sigmas)
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning, guidance: Guidance) -> Tensor:

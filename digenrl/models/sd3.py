@@ -16,7 +16,7 @@ from digenrl.config.schema import Recipe
 from digenrl.diffusion.noise_schedule import NoiseSchedule
 from digenrl.errors import ConfigError
 from digenrl.models.base import Conditioning, Guidance
-from digenrl.models.pipeline_adapter import PipelineAdapter, Reader
+from digenrl.models.pipeline_adapter import JOINT_ATTENTION, PipelineAdapter, Reader
 
 
 class SD3Adapter(PipelineAdapter):
@@ -24,9 +24,7 @@ class SD3Adapter(PipelineAdapter):
 
     pipeline_class = "StableDiffusion3Pipeline"
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
-    default_lora_targets = tuple(
-        f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-    )
+    default_lora_targets = JOINT_ATTENTION
     sharded_blocks = ("JointTransformerBlock",)
 
     @torch.no_grad()
@@ -47,16 +45,10 @@ class SD3Adapter(PipelineAdapter):
             tensors |= {"negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled}
         return Conditioning(tensors)
 
-    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """(channels, height / f, width / f), f the VAE's scale factor."""
-        factor = self._pipeline.vae_scale_factor
-        return (self._pipeline.transformer.config.in_channels, height // factor, width // factor)
-
     def noise_schedule(self, num_inference_steps: int, height: int, width: int) -> NoiseSchedule:
         """See ModelAdapter.noise_schedule."""
-        _, latent_height, latent_width = self.latent_shape(height, width)
-        patch = self._pipeline.transformer.config.patch_size
-        return self._flow_match_schedule(num_inference_steps, image_tokens=(latent_height // patch) * (latent_width // patch))
+        tokens = self._image_tokens(height, width, patch=self._pipeline.transformer.config.patch_size)
+        return self._flow_match_schedule(num_inference_steps, image_tokens=tokens)
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning, guidance: Guidance) -> Tensor:
         """See ModelAdapter.predict."""

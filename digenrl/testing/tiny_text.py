@@ -50,7 +50,18 @@ def t5_encoder(width: int) -> nn.Module:
     """A T5 encoder."""
     from transformers import T5Config, T5EncoderModel
 
-    config = T5Config(
+    return _t5_like(T5Config, T5EncoderModel, width)
+
+
+def umt5_encoder(width: int) -> nn.Module:
+    """A UMT5 encoder."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return _t5_like(UMT5Config, UMT5EncoderModel, width)
+
+
+def _t5_like(config_class: Any, model_class: Any, width: int) -> nn.Module:
+    config = config_class(
         vocab_size=98,
         d_model=width,
         d_kv=8,
@@ -63,7 +74,7 @@ def t5_encoder(width: int) -> nn.Module:
         eos_token_id=1,
         decoder_start_token_id=0,
     )
-    return strengthened(T5EncoderModel(config))
+    return strengthened(model_class(config))
 
 
 def qwen_tokenizer() -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from digenrl.models.loading import quiet_libraries
-from digenrl.testing.tiny_text import clip_encoder, clip_tokenizer, strengthened, t5_tokenizer
+from digenrl.testing.tiny_text import clip_encoder, clip_tokenizer, strengthened, t5_tokenizer, umt5_encoder
 
 LATENT_CHANNELS = 4
 
@@ -63,7 +63,7 @@ def build_wan(
             transformer=strengthened(WanTransformer3DModel(**arguments)),
             vae=vae,
             scheduler=published if noise_scheduler == "unipc" else FlowMatchEulerDiscreteScheduler(shift=3.0),
-            text_encoder=_umt5(arguments["text_dim"]),
+            text_encoder=umt5_encoder(arguments["text_dim"]),
             tokenizer=t5_tokenizer(),
         )
     pipeline.save_pretrained(str(folder), safe_serialization=True)
@@ -169,22 +169,3 @@ def _llama(width: int) -> nn.Module:
         max_position_embeddings=1024,
     )
     return strengthened(LlamaModel(config))
-
-
-def _umt5(width: int) -> nn.Module:
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    config = UMT5Config(
-        vocab_size=98,
-        d_model=width,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-        dropout_rate=0.0,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-    )
-    return strengthened(UMT5EncoderModel(config))

@@ -146,5 +146,19 @@ def test_a_micro_batch_with_rewards_apart_is_trained(make_rig: Callable[..., Any
     assert metrics["ratio_mean"] == 1.0
 
 
+def test_no_pass_has_room_for_samples_that_are_not_chosen(make_rig: Callable[..., Any]) -> None:
+    rig = make_rig(algorithm={"type": "dance_grpo", "best_of_n": 2}, train={"timestep_batch_size": "all"}, make_algorithm=_built)
+    trajectory, predict, rows = rig.trajectory(), rig.adapter.predict, list[int]()
+
+    def counted(latents: torch.Tensor, *more: Any) -> torch.Tensor:
+        rows.append(len(latents))
+        return predict(latents, *more)  # type: ignore[no-any-return]
+
+    rig.adapter.predict = counted
+    groups = rig.algorithm.advantages(RewardTable(total=np.array([[0.0, 1.0, 3.0], [2.0, 5.0, 1.0]]), by_reward={}))
+    rig.trainer.accumulate(trajectory, rig.conditioning(), groups)
+    assert rows == [2, 2], "two of three samples, one step each"
+
+
 def _built(recipe: Recipe) -> DanceGRPO:
     return DanceGRPO(recipe.algorithm.settings, recipe)  # type: ignore[arg-type]

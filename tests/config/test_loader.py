@@ -55,6 +55,11 @@ def test_a_recipe_is_frozen(write: Write, text: str) -> None:
             "  type: flow_grpo\n  clip_rnge: 1",
             "algorithm.clip_rnge is not a known key; did you mean clip_range?",
         ),
+        (
+            "  type: flow_grpo",
+            "  type: dance_grpo\n  sde_window_size: 2",
+            "algorithm.sde_window_size is a key of another type of algorithm; a new type is given as a whole",
+        ),
         ("weight: 2.0", "wieght: 2.0", "rewards.0.wieght is not a known key; did you mean weight?"),
         ("weight: 2.0", "strict_wait: 2.0", "rewards.0.strict_wait is not a known key; did you mean strict_weight?"),
         ("  steps: 3", "  steps: 3\n  ema: {dekay: 0.9}", "train.ema.dekay is not a known key; did you mean decay?"),
