@@ -48,7 +48,10 @@ TWO = "rewards=[{type: shapes, weight: 1.0}, {type: jpeg, weight: 0.5}]"
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["{type: dance_grpo, best_of_n: 2}", "{type: mix_grpo, sde_window_size: 1, window_steps: 1, flash_fraction: 0.5}"],
+    [
+        "{type: dance_grpo, best_of_n: 2, timestep_fraction: 1.0}",
+        "{type: mix_grpo, sde_window_size: 1, window_steps: 1, flash_fraction: 0.5}",
+    ],
 )
 def test_a_run_says_how_far_it_went_and_what_each_reward_was(algorithm: str, tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path / "run", f"algorithm={algorithm}", TWO)
