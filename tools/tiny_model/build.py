@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from flow_training import FlowTraining, Plan, Rhythm, encode_examples, train
 from make_prompts import held_out_scenes
 from progress import Deadline
 from vae_training import DEFAULT_STEPS, train_autoencoder
+from warm_start import autoencoder_of, start_from
 
 from digenrl.models.loading import quiet_libraries
 
@@ -47,6 +49,9 @@ def main() -> None:
 
 def build(output: Path, arguments: argparse.Namespace, deadline: Deadline) -> bool:
     """All stages that are not done yet; False where the deadline passed before the last one was."""
+    begin = arguments.start_from
+    if begin is not None and not (output / "vae").exists():
+        save_folder(output / "vae", autoencoder_of(begin).save_pretrained)
     if (output / "vae").exists():
         vae = AutoencoderKL.from_pretrained(output / "vae").eval().requires_grad_(False)
     else:
@@ -55,7 +60,7 @@ def build(output: Path, arguments: argparse.Namespace, deadline: Deadline) -> bo
             return False
         vae = trained
     dataset = encode_examples(output, vae, seed=arguments.seed, count=arguments.examples)
-    training = FlowTraining(dataset, seed=arguments.seed)
+    training = FlowTraining(dataset, seed=arguments.seed, prepare=None if begin is None else partial(start_from, begin))
     if (output / "checkpoint.safetensors").exists():
         training.load(output / "checkpoint.safetensors")
 
@@ -64,7 +69,7 @@ def build(output: Path, arguments: argparse.Namespace, deadline: Deadline) -> bo
         return str(accuracy(draw(pipeline_of(network, vae), scenes), scenes))
 
     rhythm = Rhythm(save_every_s=120, evaluate_every_s=arguments.evaluate_every, evaluate=tell_accuracy)
-    plan = Plan(images=arguments.images, decay_images=int(arguments.images * arguments.decay))
+    plan = Plan(images=arguments.images, decay_images=int(arguments.images * arguments.decay), peak=arguments.peak)
     done = train(training, output, plan=plan, rhythm=rhythm, deadline=deadline)
     save_folder(output / "model", lambda folder: save_model(folder, training.average, vae))
     print(f"The average after {training.images:,} images: {tell_accuracy(training.average)}", flush=True)
@@ -92,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop with a checkpoint (default: when done)")
     parser.add_argument("--images", type=int, default=600_000, help="to train on, repetitions counted")
     parser.add_argument("--decay", type=float, default=0.4, help="share of them over which the learning rate falls")
+    parser.add_argument("--peak", type=float, default=1.0, help="factor for the learning rates at their highest")
+    parser.add_argument("--start-from", type=Path, metavar="MODEL", help="begin with a finished model's weights")
     parser.add_argument("--examples", type=int, default=64_000, help="different pictures")
     parser.add_argument("--vae-steps", type=int, default=DEFAULT_STEPS)
     parser.add_argument("--evaluate-every", type=float, default=600, metavar="SECONDS")

@@ -43,12 +43,14 @@ class Plan:
     """To train on in all, examples counted as often as they are seen."""
     decay_images: int
     """The last ones of them, over which the learning rate falls to 3 %. Until they begin, both numbers may be changed."""
+    peak: float = 1.0
+    """Factor for the learning rates at their highest; a model that is trained already wants less than 1."""
 
     def factor(self, seen: int) -> float:
         """What to multiply the learning rates with when so many images have been seen."""
         warm = min(1.0, (seen + 1) / _WARMUP_IMAGES)
         left = (self.images - seen) / self.decay_images
-        return warm * min(1.0, max(_FINAL_FACTOR, left))
+        return self.peak * warm * min(1.0, max(_FINAL_FACTOR, left))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,12 @@ def encode_examples(output: Path, vae: AutoencoderKL, *, seed: int, count: int) 
 class FlowTraining:
     """The network, its moving average and its optimizer, after some number of steps."""
 
-    def __init__(self, dataset: Dataset, *, seed: int) -> None:
+    def __init__(self, dataset: Dataset, *, seed: int, prepare: Callable[[Network], None] | None = None) -> None:
+        """prepare: changes the random initial weights in place."""
         with weights_of(seed, "network"):
             self._network = Network().train()
+            if prepare is not None:
+                prepare(self._network)
             self.average = Network().eval().requires_grad_(False)
         self.average.load_state_dict(self._network.state_dict())
         self.step = 0
