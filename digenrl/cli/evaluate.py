@@ -139,7 +139,7 @@ def _check_can_score(saved: SavedModel, *, has_judge: bool) -> None:
         raise ConfigError(
             f"{saved.source!r} is a model, and says nothing of rewards.",
             why="A run's recipe names the rewards and the prompts; a model has no recipe.",
-            fix="Give one: --recipe recipes/quickstart.yaml.",
+            fix="Give one: --recipe quickstart.",
         )
     if saved.held_out is None:
         raise ConfigError(

@@ -7,7 +7,6 @@ the place where they stand, all of them at once (an unknown component alone: wit
 from __future__ import annotations
 
 import difflib
-import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from digenrl.config.builtin_recipes import recipe_file
 from digenrl.config.registry import KINDS, settings_class
 from digenrl.config.schema import ComponentSpec, ModelSection, Recipe, RewardSpec, Section
 from digenrl.config.source import KeyPath, Source, apply_override, parse_yaml
@@ -47,15 +47,13 @@ _SECTIONS_WITH_DEFAULTS = {name for name, info in Recipe.model_fields.items() if
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override and validate one recipe. Raises ConfigError with every problem found, each with its line."""
-    if not os.path.isfile(path):  # unlike Path.is_file, False for every path that cannot exist, too
-        raise ConfigError(
-            f"There is no recipe {str(path)!r}.",
-            why="A recipe is a YAML file; the shipped ones are in recipes/.",
-            fix="Name an existing file.",
-        )
-    source = Source(file=str(path))
-    data = parse_yaml(read_text(Path(path)), source)
+    """Read, override and validate one recipe. Raises ConfigError with every problem found, each with its line.
+
+    path: a file, or the name of a built-in recipe.
+    """
+    file = recipe_file(path)
+    source = Source(file=str(file))
+    data = parse_yaml(read_text(file), source)
     for override in overrides:
         apply_override(data, override, source)
     return recipe_from_plain(data, source)
