@@ -121,4 +121,8 @@ def result_lines(summary: Mapping[str, object]) -> Iterator[str]:
             before, after = result[f"{name}_before"], result[f"{name}_after"]
             if before is not None and after is not None:
                 yield f"held-out {name}: {before:.3f} -> {after:.3f} ({after - before:+.3f}), {result['num_images']} images"
+        for name, means in result.get("categories", {}).items():
+            before, after = means.get("reward_before"), means.get("reward_after")
+            if before is not None and after is not None:
+                yield f"held-out reward of {name}: {before:.3f} -> {after:.3f} ({after - before:+.3f})"
     yield f"{summary['steps']} steps; {summary['seconds']} s in all, loading, evaluation and saving included"
