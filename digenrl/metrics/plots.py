@@ -25,6 +25,8 @@ def plot_reward(rows: Sequence[Row], path: Path, *, title: str, window: int = 10
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, squeeze=False, width_ratios=(7, 4))[0] if categories else [figure.add_subplot()]
     _draw_training(panels[0], rows, evaluated, window)
+    for panel in panels:
+        panel.xaxis.get_major_locator().set_params(integer=True)
     panels[0].set(xlabel="RL step", ylabel="reward", title=title.replace("$", r"\$"))
     if categories:
         for name, points in categories.items():
@@ -32,7 +34,7 @@ def plot_reward(rows: Sequence[Row], path: Path, *, title: str, window: int = 10
             panels[1].plot(versions, values, "o-", label=name)
         panels[1].set(xlabel="RL step", title="held out, by category")
         panels[1].grid(alpha=0.3)
-        panels[1].legend(loc="lower right")
+        panels[1].legend(loc="best", fontsize="small")
     figure.savefig(path)
 
 

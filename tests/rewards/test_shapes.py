@@ -212,6 +212,14 @@ def test_stripes_of_red_and_yellow_are_no_orange() -> None:
     assert (found.shape, found.color) == ("circle", None)
 
 
+def test_a_blob_between_a_circle_and_a_triangle_is_neither() -> None:
+    image = render([replace(RED_CIRCLE, radius=4)])
+    upper = render([replace(RED_CIRCLE, shape="triangle", radius=4)])
+    image[:10] = upper[:10]
+    (found,) = find_objects(image)
+    assert found.shape is None
+
+
 def test_an_object_too_many_costs_more_than_one_too_few() -> None:
     places = [(9, 9), (23, 9), (9, 23), (23, 23)]
     circles = [replace(RED_CIRCLE, x=x, y=y, radius=4) for x, y in places]
