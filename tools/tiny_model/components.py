@@ -6,8 +6,9 @@ Invariants: every word of a caption is one token to all three text encoders; ``T
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ CLIP_WIDTH = 64
 JOINT_WIDTH = 2 * CLIP_WIDTH
 """Width of the text that the transformer reads: the two CLIP encoders side by side, and T5."""
 LATENT_SHAPE = (4, 16, 16)
+_WORD_END = "</w>"
 
 
 def all_captions() -> list[str]:
@@ -113,16 +115,9 @@ def pipeline_of(network: Network, vae: AutoencoderKL) -> StableDiffusion3Pipelin
 
 def clip_tokenizer() -> CLIPTokenizer:
     """Byte pairs merged until each word is one token; other text falls into letters."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    end = "</w>"
-    learned = Tokenizer(models.BPE(end_of_word_suffix=end))
-    learned.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.BpeTrainer(vocab_size=2000, min_frequency=1, end_of_word_suffix=end, show_progress=False)
-    learned.train_from_iterator([" ".join(_words())], trainer)
-    merges = [tuple(merge) for merge in json.loads(learned.to_str())["model"]["merges"]]
+    merges = byte_pair_merges(_words())
     letters = [chr(code) for code in range(33, 127)]
-    pieces = [*letters, *(letter + end for letter in letters), *(left + right for left, right in merges)]
+    pieces = [*letters, *(letter + _WORD_END for letter in letters), *(left + right for left, right in merges)]
     vocabulary = list(dict.fromkeys([*pieces, "<|startoftext|>", "<|endoftext|>"]))
     return CLIPTokenizer(
         vocab={piece: index for index, piece in enumerate(vocabulary)}, merges=merges, model_max_length=TEXT_TOKENS
@@ -138,6 +133,30 @@ def t5_tokenizer() -> T5TokenizerFast:
     return T5TokenizerFast(
         vocab=[*special, *words, (word_start, -10.0), *letters], extra_ids=0, model_max_length=PIPELINE_T5_TOKENS
     )
+
+
+def byte_pair_merges(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Merges after which each word is one piece: the most frequent pair first, of equals the last in the alphabet.
+
+    Not by the library's trainer, which takes equally frequent pairs in an order that changes from call to call.
+    """
+    pieces = [[*word[:-1], word[-1] + _WORD_END] for word in words]
+    merges = []
+    while pairs := Counter(pair for word in pieces for pair in pairwise(word)):
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        pieces = [_merged(word, best) for word in pieces]
+    return merges
+
+
+def _merged(word: list[str], pair: tuple[str, str]) -> list[str]:
+    result: list[str] = []
+    for piece in word:
+        if result and (result[-1], piece) == pair:
+            result[-1] += piece
+        else:
+            result.append(piece)
+    return result
 
 
 def _words() -> list[str]:
