@@ -18,6 +18,7 @@ def plot_reward(rows: Sequence[Row], path: Path, *, title: str, window: int = 10
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     evaluated = [row for row in rows if row["kind"] == "eval" and row.get("reward") is not None]
     categories = _by_category(evaluated)
@@ -26,7 +27,7 @@ def plot_reward(rows: Sequence[Row], path: Path, *, title: str, window: int = 10
     panels = figure.subplots(1, 2, squeeze=False, width_ratios=(7, 4))[0] if categories else [figure.add_subplot()]
     _draw_training(panels[0], rows, evaluated, window)
     for panel in panels:
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set(xlabel="RL step", ylabel="reward", title=title.replace("$", r"\$"))
     if categories:
         for name, points in categories.items():

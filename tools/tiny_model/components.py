@@ -125,14 +125,15 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def t5_tokenizer() -> T5TokenizerFast:
-    """A unigram vocabulary of the captions' words, then letters for any other text."""
+    """A unigram vocabulary of the captions' words, then letters for any other text.
+
+    Its own limit is the short length that the model is trained with mostly; a pipeline that asks for more gets it.
+    """
     word_start = "\u2581"
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     words = [(word_start + word, -2.0) for word in _words()]
     letters = [(chr(code), -10.0) for code in range(33, 127)]
-    return T5TokenizerFast(
-        vocab=[*special, *words, (word_start, -10.0), *letters], extra_ids=0, model_max_length=PIPELINE_T5_TOKENS
-    )
+    return T5TokenizerFast(vocab=[*special, *words, (word_start, -10.0), *letters], extra_ids=0, model_max_length=TEXT_TOKENS)
 
 
 def byte_pair_merges(words: Sequence[str]) -> list[tuple[str, str]]:
