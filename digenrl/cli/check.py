@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from digenrl.cli.environment import note
 from digenrl.cli.workers import worker_lines, workers_of
 from digenrl.config.arithmetic import padding_advice, step_arithmetic
 from digenrl.config.builtin import resolve
@@ -38,7 +39,7 @@ class Inspection:
 
 def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
     """Print the arithmetic of a step, or raise ConfigError."""
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides, say=note)
     found = inspect(recipe)
     sums, advice = step_arithmetic(recipe), padding_advice(recipe)
     if as_json:

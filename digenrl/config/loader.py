@@ -6,10 +6,11 @@ the place where they stand, all of them at once (an unknown component alone: wit
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from digenrl.config.registry import KINDS, settings_class
+from digenrl.config.retyped import leave_out_keys_of_old_types
 from digenrl.config.schema import ComponentSpec, ModelSection, Recipe, RewardSpec, Section
 from digenrl.config.source import KeyPath, Source, apply_override, parse_yaml
 from digenrl.config.text import read_text
@@ -46,8 +48,11 @@ _OWN_KEYS = {
 _SECTIONS_WITH_DEFAULTS = {name for name, info in Recipe.model_fields.items() if not info.is_required() and name != "eval"}
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override and validate one recipe. Raises ConfigError with every problem found, each with its line."""
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, say: Callable[[str], object] | None = None) -> Recipe:
+    """Read, override and validate one recipe. Raises ConfigError with every problem found, each with its line.
+
+    ``say`` hears of each component whose type an override changes and which has keys of the old type alone: they are left out.
+    """
     if not os.path.isfile(path):  # unlike Path.is_file, False for every path that cannot exist, too
         raise ConfigError(
             f"There is no recipe {str(path)!r}.",
@@ -56,8 +61,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         )
     source = Source(file=str(path))
     data = parse_yaml(read_text(Path(path)), source)
+    written = copy.deepcopy(data)
     for override in overrides:
         apply_override(data, override, source)
+    for sentence in leave_out_keys_of_old_types(written, data, source):
+        if say is not None:
+            say(sentence)
     return recipe_from_plain(data, source)
 
 
@@ -203,7 +212,7 @@ def _unknown(wrong: str, cls: type[BaseModel] | None, own_keys: frozenset[str]) 
     everywhere = _all_keys()
     kind = everywhere.get(wrong, "").partition(".")[0]
     if own_keys and own_keys == _OWN_KEYS.get(kind):
-        return f"is a key of another type of {kind}; a new type is given as a whole: '{kind}={{type: NAME, ...}}'"
+        return f"is a key of another type of {kind}"
     close = difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.6)
     if close:
         return f"is not a known key; did you mean {close[0]}?"

@@ -58,7 +58,7 @@ def test_a_recipe_is_frozen(write: Write, text: str) -> None:
         (
             "  type: flow_grpo",
             "  type: dance_grpo\n  sde_window_size: 2",
-            "algorithm.sde_window_size is a key of another type of algorithm; a new type is given as a whole",
+            "algorithm.sde_window_size is a key of another type of algorithm",
         ),
         ("weight: 2.0", "wieght: 2.0", "rewards.0.wieght is not a known key; did you mean weight?"),
         ("weight: 2.0", "strict_wait: 2.0", "rewards.0.strict_wait is not a known key; did you mean strict_weight?"),
