@@ -19,6 +19,8 @@ from digenrl.data.prompts import load_prompts
 from digenrl.data.sampler import PromptSampler
 from digenrl.scheduling.micro_batches import cut_into_micro_batches, idle_share, spread_over_ranks
 from digenrl.scheduling.settings import stale_quota
+from digenrl.simulation.memory import check_memory, holders, memory_lines, memory_of
+from digenrl.simulation.model_sizes import sizes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
         plain = dataclasses.asdict(sums) | {"prompts_in_file": found.prompts, "warnings": found.warnings, "advice": advice}
         if recipe.cluster.placement != "inline":
             plain["workers"] = [dataclasses.asdict(worker) for worker in workers_of(recipe)]
+        if (sizes := sizes_of(recipe)) is not None:
+            plain["memory_gib"] = {holder.name: memory_of(recipe, sizes, holder).gib for holder in holders(recipe)}
         print(json.dumps(plain, indent=2))
         return
     where = str(found.folder.path) if found.folder is not None else f"{recipe.model.path}, loaded when the run starts"
@@ -49,7 +53,7 @@ def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
     print(f"data: {found.prompts} prompts, {recipe.train.steps} steps")
     if (emulate := recipe.cluster.emulate) is not None:
         print(f"EMULATION of {emulate.preset}: no picture is made, nothing is learned")
-    for line in (*sums.lines(), *_spread_lines(recipe), *worker_lines(recipe)):
+    for line in (*sums.lines(), *_spread_lines(recipe), *worker_lines(recipe), *memory_lines(recipe)):
         print(line)
     for warning in found.warnings:
         print(f"warning: {warning}")
@@ -61,6 +65,7 @@ def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
 def inspect(recipe: Recipe) -> Inspection:
     """Everything that a recipe names, looked at without loading weights. Raises ConfigError for what cannot work."""
     folder = check_recipe(recipe)
+    check_memory(recipe)
     if recipe.cluster.emulate is not None:
         from digenrl.cli.emulation import emulation_of
 

@@ -348,6 +348,12 @@ class ClusterSection(Section):
         description="How weights go from the trainer to the generators: Ray's object store, or a broadcast of torch.distributed "
         "(gloo, NCCL on GPUs).",
     )
+    device_memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory of one device in GiB. `check` and `plan` refuse what is estimated to need more, where the model is a "
+        "published one; nothing is refused when not given.",
+    )
     start_timeout_s: float = Field(
         default=120.0, gt=0, description="Seconds to wait until the cluster has room for all workers, before the run is refused."
     )

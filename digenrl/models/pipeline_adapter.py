@@ -177,7 +177,8 @@ class PipelineAdapter:
 
     def _run(self, latents: Tensor, **inputs: Any) -> Tensor:
         """The network's answer in float32. inputs: its further arguments, by diffusers' names."""
-        with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
+        # Without autocast's cache, which would keep a rounded copy of all trained weights for as long as the pass takes.
+        with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32, cache_enabled=False):
             answer: Tensor = self.transformer(hidden_states=latents.to(self._dtype), return_dict=False, **inputs)[0]
         return answer.float()
 

@@ -32,6 +32,7 @@ from digenrl.scheduling.costs import Estimates, Task
 from digenrl.scheduling.events import Finished
 from digenrl.simulation.cost_model import Pool
 from digenrl.simulation.costs import TICKS, SimulationCosts
+from digenrl.simulation.memory import Room, room_of
 from digenrl.simulation.modes import Layout
 from digenrl.trace.record import Trace
 
@@ -59,6 +60,8 @@ class MeasuredModel:
     optimizer_s: float = 0.0
     sync_s: float = 0.0
     encode_s: float = 0.0
+    room: Room | None = None
+    """What devices must hold, where that is known."""
 
     @property
     def mixed(self) -> bool:
@@ -95,8 +98,8 @@ class MeasuredModel:
         return self.encode_s
 
     def fits(self, pool: Pool, ranks: int, *, tag: bool = False) -> bool:
-        """Memory is not known."""
-        return True
+        """Whether the devices have the memory for it; taken for granted where it is not known."""
+        return self.room is None or self.room.fits(pool, ranks)
 
     def _groups_per_rank(self, groups: int, ranks: int) -> float:
         if self.samples_per_group is None:
@@ -139,6 +142,7 @@ def model_of_recipe(recipe: Recipe) -> MeasuredModel:
         update_s=trained * FORWARD_BACKWARD_S * passes,
         optimizer_s=OPTIMIZER_S,
         sync_s=SYNC_S,
+        room=room_of(recipe),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from digenrl.simulation.memory import memory_table
 from digenrl.simulation.modes import Mode, Options, StageModel
 from digenrl.simulation.source import Loaded
 from digenrl.simulation.sweep import MORE_STEPS, Candidate, Row, Sweep, simulated, sweep
@@ -25,6 +26,8 @@ class Plan:
     sweep: Sweep
     reason: str
     """Why the first row is the first."""
+    memory: tuple[str, ...] = ()
+    """What a recipe's devices hold, as a table; of a model that is known."""
 
     def lines(self) -> list[str]:
         """The table for a terminal: at most two rows of a pool split, then the baselines."""
@@ -46,6 +49,7 @@ class Plan:
             *(f"{rank:<3}{self._line(row)}" for rank, row in enumerate(shown, start=1)),
             *(f"{'':3}{self._line(row)}" for row in rest),
             f"first: {self.reason}",
+            *self.memory,
         ]
 
     def to_plain(self) -> dict[str, Any]:
@@ -125,6 +129,7 @@ def plan(source: Loaded, devices: int | None = None) -> Plan:
         samples_per_step=source.samples_per_step,
         sweep=found,
         reason=_reason(found, source.model, options),
+        memory=tuple(memory_table(source.recipe)) if source.recipe is not None else (),
     )
 
 

@@ -69,6 +69,8 @@ class Loaded:
     mode: Mode | None = None
     """Where the schedule is one of the execution modes."""
     preset: Preset | None = None
+    recipe: Recipe | None = None
+    """Where it is one."""
 
     @property
     def samples_per_step(self) -> int | None:
@@ -150,7 +152,7 @@ def _from_recipe(name: str, data: dict[str, Any], source: Source, overrides: Seq
     where = f"{where} everything in turn" if one_pool else f"{layout.devices} devices"
     label = f"recipe {name} on {where}, with default durations of the shipped tiny model on CPU cores (not measured in a run)"
     data = {**ours, "schedule": _schedule_of(recipe, asked["mode"]) | asked}
-    return _of_model(label, data, source, model_of_recipe(recipe), layout)
+    return dataclasses.replace(_of_model(label, data, source, model_of_recipe(recipe), layout), recipe=recipe)
 
 
 def _layout_in_turn(recipe: Recipe) -> Layout:

@@ -1,7 +1,8 @@
 """The receiving side: a generator's weights, and which version of the trainer's they are.
 
 Invariants: a version is claimed only while the policy's own bytes have the digest of that publication; nothing is touched
-before all that arrived is verified; the version never goes back; parameters keep their memory, so results keep their bits.
+before all that arrived is verified; the version never goes back; parameters keep their memory, so results keep their bits, and
+are stored in the dtypes that they travel in.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class HeldWeights:
         self._newest = UNKNOWN
         self._digest = ""
         policy.version = UNKNOWN
+        for name, parameter in policy.parameters.items():
+            # Nothing is trained here, and the forward pass rounds them so anyway: half the memory in bfloat16.
+            parameter.data = parameter.data.to(self._dtypes[name])
 
     @property
     def version(self) -> int:

@@ -18,7 +18,6 @@ from digenrl.cli import export
 from digenrl.config.checks import check_recipe
 from digenrl.config.registry import component_class, media_of
 from digenrl.config.schema import Recipe
-from digenrl.data.prompts import Prompt
 from digenrl.diffusion.dynamics import ODE
 from digenrl.diffusion.noise import initial_latents
 from digenrl.diffusion.sampler import StepPlan, denoise
@@ -26,19 +25,15 @@ from digenrl.errors import ConfigError
 from digenrl.ids import SampleId
 from digenrl.models.base import Guidance, ModelAdapter, Part
 from digenrl.models.loading import own_memory
-from digenrl.runtime.saved_run import OpenOptions, open_model
 from digenrl.testing.model_contract import check_model
 from digenrl.testing.tiny_runs import build_run
 from digenrl.testing.tiny_videos import build_hunyuan_video, build_wan
-from digenrl.workers.generator import encode_prompts
 
 RecipeMaker = Callable[..., Recipe]
 CPU = torch.device("cpu")
 FAMILIES = ("wan", "hunyuan_video")
 PIPELINES = {"wan": "WanPipeline", "hunyuan_video": "HunyuanVideoPipeline"}
 PROMPT, NEGATIVE = "a red cat 猫 <jumps>", "blurred"
-WITHOUT_GRADIENT: dict[str, set[str]] = {"wan": set(), "hunyuan_video": set()}
-"""Parameters that no loss can reach, by family: none."""
 
 
 def load(recipe: Recipe, parts: frozenset[Part] | None = None) -> ModelAdapter:
@@ -155,73 +150,7 @@ def test_a_batch_of_mixed_timesteps_has_the_gradient_of_one_by_one(family: str, 
     norm = sum(float(g.square().sum()) for g in alone.values()) ** 0.5
     distance = sum(float((together[name] - g).square().sum()) for name, g in alone.items()) ** 0.5
     assert distance / norm <= 1e-5
-    names = {name for name, _ in network.named_parameters()}
-    assert names - set(alone) == WITHOUT_GRADIENT[family]
-    assert all(bool(torch.isfinite(g).all()) and bool(g.any()) for g in alone.values())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_text_guidance_and_time_all_change_the_prediction(family: str, video_recipe: RecipeMaker) -> None:
-    adapter = load(video_recipe(family, rollout={"true_cfg_scale": 2.0}))
-    latents = torch.randn(2, *adapter.latent_shape(32, 32, 5), generator=torch.Generator().manual_seed(0))
-    timesteps, text = torch.tensor([900.0, 900.0]), adapter.encode_prompts([PROMPT, "rain"], [NEGATIVE, ""])
-    with torch.no_grad():
-        plain = adapter.predict(latents, timesteps, text, Guidance())
-        others = [
-            adapter.predict(latents, timesteps, text.select(torch.tensor([1, 0])), Guidance()),
-            adapter.predict(latents, timesteps - 300, text, Guidance()),
-            adapter.predict(latents, timesteps, text, Guidance(3.0)),
-        ]
-        if family == "hunyuan_video":
-            others.append(adapter.predict(latents, timesteps, text, Guidance(1.0, 1.0)))
-    for other in others:
-        assert float((other - plain).abs().mean()) > 0.003
-
-
-@pytest.mark.parametrize("model", [{}, {"gradient_checkpointing": True}])
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 8}])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_trainer_recomputes_the_rollouts_log_probabilities_exactly_and_one_step_changes_every_matrix(
-    family: str, lora: dict[str, Any] | None, model: dict[str, Any], video_recipe: RecipeMaker, make_rig: Callable[..., Any]
-) -> None:
-    recipe = video_recipe(family, model={**model, "lora": lora}, train={"timestep_batch_size": 3, "learning_rate": 1e-2})
-    rig = make_rig(recipe)
-    before = {name: p.detach().clone() for name, p in rig.policy.parameters.items()}
-    trajectory = rig.trajectory()
-    rig.trainer.accumulate(trajectory, rig.conditioning(), rig.advantages([0.0, 1.0, 3.0], [2.0, 5.0, 1.0]))
-    report = rig.trainer.optimizer_step()
-    assert report.metrics["logprob_abs_diff"] == 0.0
-    assert report.metrics["ratio_mean"] == 1.0
-    for name, parameter in rig.policy.parameters.items():
-        assert bool(torch.isfinite(parameter).all())
-        if lora is None or "lora_B" in name:
-            assert not torch.equal(parameter, before[name]), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing_changes_no_gradient(family: str, video_recipe: RecipeMaker, make_rig: Callable[..., Any]) -> None:
-    found = []
-    for checkpointing in (False, True):
-        rig = make_rig(video_recipe(family, model={"gradient_checkpointing": checkpointing}))
-        rig.trainer.accumulate(rig.trajectory(), rig.conditioning(), rig.advantages([0.0, 1.0, 3.0], [2.0, 5.0, 1.0]))
-        found.append(rig.gradient())
-    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_unicode_long_empty_and_duplicate_prompts_have_the_same_embeddings_in_any_batch(
-    family: str, video_recipe: RecipeMaker
-) -> None:
-    texts = ["猫 и собака 🐶", "word " * 400, "", "a cat", "a cat", "{} {braces} {0}", "<|eot_id|>"]
-    prompts = [Prompt(text=text) for text in texts]
-    adapter = load(video_recipe(family))
-    together, pairs = (encode_prompts(adapter, part, 2) for part in (prompts, prompts[2:6]))
-    for name, tensor in together.tensors.items():
-        assert bool(torch.isfinite(tensor).all())
-        assert torch.equal(tensor[3], tensor[4])
-        assert torch.equal(tensor[2:6], pairs.tensors[name])
-        assert not torch.equal(tensor[3], tensor[5]) or name.endswith("mask")
-    assert adapter.truncated_prompts == {texts[1]}
+    assert set(together) == set(alone) == {name for name, _ in network.named_parameters()}
 
 
 def test_wan_reads_prompts_with_blanks_put_in_order_and_does_not_call_them_cut(video_recipe: RecipeMaker) -> None:
@@ -229,31 +158,6 @@ def test_wan_reads_prompts_with_blanks_put_in_order_and_does_not_call_them_cut(v
     text = adapter.encode_prompts(["a   cat &amp;  a dog" + " " * 60, "a cat & a dog"], ["", ""]).tensors["prompt_embeds"]
     assert torch.equal(text[0], text[1])
     assert not adapter.truncated_prompts
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parts_compute_what_the_whole_computes(family: str, video_recipe: RecipeMaker) -> None:
-    recipe = video_recipe(family)
-    whole = load(recipe)
-    text = whole.encode_prompts([PROMPT], [""])
-    latents = torch.randn(1, *whole.latent_shape(32, 32, 5), generator=torch.Generator().manual_seed(0))
-    denoiser, decoder, encoder = (load(recipe, frozenset((part,))) for part in ("transformer", "vae", "text_encoders"))
-    assert denoiser.latent_shape(48, 64, 9) == decoder.latent_shape(48, 64, 9) == (4, 3, 6, 8)
-    with torch.no_grad():
-        ours, theirs = (each.predict(latents, torch.tensor([500.0]), text, Guidance()) for each in (denoiser, whole))
-    assert torch.equal(ours, theirs)
-    assert torch.equal(decoder.decode(latents), whole.decode(latents))
-    again = encoder.encode_prompts([PROMPT], [""])
-    assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in text.tensors.items())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tiling_and_slicing_decode_videos_of_the_same_shape(family: str, video_recipe: RecipeMaker) -> None:
-    plain, careful = (load(video_recipe(family, model=m)) for m in ({}, {"vae_tiling": True, "vae_slicing": True}))
-    latents = torch.randn(2, *plain.latent_shape(32, 32, 5), generator=torch.Generator().manual_seed(0))
-    assert careful.decode(latents).shape == (2, 5, 3, 32, 32)
-    # Below the size of a tile, tiling has nothing to do.
-    torch.testing.assert_close(careful.decode(latents), plain.decode(latents), rtol=0, atol=1e-5)
 
 
 def test_wan_keeps_its_small_layers_in_float32_when_the_frozen_ones_are_bfloat16(video_recipe: RecipeMaker) -> None:
@@ -273,48 +177,20 @@ def test_wan_keeps_its_small_layers_in_float32_when_the_frozen_ones_are_bfloat16
     assert float((low - high).abs().mean() / high.abs().mean()) < 0.05
 
 
-@pytest.fixture(scope="module")
-def exported(video_recipe: RecipeMaker, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Path]]:
-    """Runs and their exports, LoRA (alpha != rank) and full, by (family, kind). Read only."""
-    folder, made = tmp_path_factory.mktemp("exports"), {}
-    for family in FAMILIES:
-        for kind, lora in (("lora", {"rank": 4, "alpha": 16}), ("full", None)):
-            recipe = video_recipe(family, model={"lora": lora, "flow_shift": 5.0})
-            run = build_run(folder / f"{family}-{kind}", recipe)
-            export.run(str(run), str(folder / f"{family}-{kind}-out"))
-            made[family, kind] = (run, folder / f"{family}-{kind}-out")
-    return made
-
-
-@pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_diffusers_reproduces_the_trainer_and_not_the_base(
-    family: str, kind: str, exported: dict[tuple[str, str], tuple[Path, Path]], tiny_videos: dict[str, Path]
+def test_an_exported_pipeline_keeps_the_solver_that_the_folder_names_with_the_shift_that_was_trained(
+    family: str, video_recipe: RecipeMaker, tmp_path: Path
 ) -> None:
-    run, folder = exported[family, kind]
-    trained = open_model(str(run), OpenOptions()).adapter
-    pipeline_class = getattr(diffusers, PIPELINES[family])
-    base = pipeline_class.from_pretrained(str(tiny_videos[family]), dtype=torch.float32)
-    if kind == "lora":
-        loaded = pipeline_class.from_pretrained(str(tiny_videos[family]), dtype=torch.float32)
-        loaded.load_lora_weights(str(folder))
-    else:
-        loaded = pipeline_class.from_pretrained(str(folder), dtype=torch.float32)
-        shift = loaded.scheduler.config.flow_shift if family == "wan" else loaded.scheduler.config.shift
-        assert shift == 5.0
-    latents = torch.randn(2, *trained.latent_shape(32, 32, 5), generator=torch.Generator().manual_seed(0))
-    timesteps, text = torch.tensor([900.0, 150.0]), trained.encode_prompts([PROMPT, "rain"], ["", ""])
-    theirs: Any = trained.transformer
-    outputs = []
-    with torch.no_grad():
-        wanted = trained.predict(latents, timesteps, text, guidance_of(family, 1.0))
-        for network in (loaded.transformer, base.transformer):
-            trained.transformer = network
-            outputs.append(trained.predict(latents, timesteps, text, guidance_of(family, 1.0)))
-    trained.transformer = theirs
-    # Weights that diffusers has mapped from a file lie at odd addresses, which costs the last bits.
-    assert float((outputs[0] - wanted).abs().max()) <= 1e-6 * max(1.0, float(wanted.abs().max()))
-    assert float((outputs[1] - wanted).abs().max()) > 1e-2
+    build_run(tmp_path / "run", video_recipe(family, model={"flow_shift": 5.0}))
+    export.run(str(tmp_path / "run"), str(tmp_path / "out"))
+    scheduler = getattr(diffusers, PIPELINES[family]).from_pretrained(str(tmp_path / "out")).scheduler
+    assert type(scheduler).__name__ == {"wan": "UniPCMultistepScheduler"}.get(family, "FlowMatchEulerDiscreteScheduler")
+    assert scheduler.config["flow_shift" if family == "wan" else "shift"] == 5.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_videos_pass_the_contract_with_guidance_by_a_second_pass(family: str, video_recipe: RecipeMaker) -> None:
+    check_model(video_recipe(family, rollout={"num_frames": 5, "true_cfg_scale": 2.0}))
 
 
 @pytest.mark.parametrize(
@@ -342,18 +218,6 @@ def test_guidance_of_the_wrong_kind_is_refused_where_the_network_takes_none(tmp_
     undistilled = build_hunyuan_video(tmp_path / "undistilled", guidance_embeds=False)
     with pytest.raises(ConfigError, match="true_cfg_scale=6"):
         check_recipe(video_recipe("hunyuan_video", model={"path": str(undistilled)}, rollout={"guidance_scale": 6.0}))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_of_another_family_and_one_without_a_component_are_refused(
-    family: str, tmp_path: Path, tiny_sd3: Path, tiny_videos: dict[str, Path], video_recipe: RecipeMaker
-) -> None:
-    with pytest.raises(ConfigError, match="StableDiffusion3Pipeline"):
-        check_recipe(video_recipe(family, model={"path": str(tiny_sd3)}))
-    copy = Path(shutil.copytree(tiny_videos[family], tmp_path / "copy"))
-    shutil.rmtree(copy / "text_encoder")
-    with pytest.raises(ConfigError, match="text_encoder"):
-        check_recipe(video_recipe(family, model={"path": str(copy)}))
 
 
 def edited(folder: Path, target: Path, file: str, **changes: Any) -> str:
@@ -387,11 +251,6 @@ def test_a_template_that_would_hide_the_prompt_is_refused(video_recipe: RecipeMa
         video_recipe("hunyuan_video", model={"prompt_template": {"template": "no place", "crop_start": 0}})
 
 
-def test_one_denoising_step_is_a_schedule_too(video_recipe: RecipeMaker) -> None:
-    for family in FAMILIES:
-        assert load(video_recipe(family), frozenset()).noise_schedule(1, 32, 32).sigmas.tolist() == [1.0, 0.0]
-
-
 @pytest.mark.parametrize("kind", ["model", "reward"])
 def test_the_registry_says_of_each_component_what_its_class_says_it_handles(kind: str) -> None:
     from digenrl.config.registry import KINDS
@@ -399,9 +258,3 @@ def test_the_registry_says_of_each_component_what_its_class_says_it_handles(kind
     for name in KINDS[kind]:
         own = getattr(component_class(kind, name, where="test"), "media", ("image",))
         assert media_of(kind, name, where="test") == own
-
-
-@pytest.mark.parametrize("rollout", [{"num_frames": 5, "true_cfg_scale": 2.0}, {"num_frames": 1}])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_families_of_videos_pass_the_contract(family: str, rollout: dict[str, Any], video_recipe: RecipeMaker) -> None:
-    check_model(video_recipe(family, rollout=rollout))

@@ -66,7 +66,14 @@ def test_a_fresh_generator_refuses_to_generate_until_it_has_loaded_the_version(t
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "algorithm": {"type": "flow_grpo", "kl_beta": 0.01}}]
+    "changes",
+    [
+        {},
+        {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "algorithm": {"type": "flow_grpo", "kl_beta": 0.01}},
+        # The generator holds rounded weights, the trainer rounds its own in every pass.
+        {"model": {"dtype": "bfloat16"}},
+        {"model": {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8.0}}},
+    ],
 )
 def test_a_trainer_that_helps_to_generate_leaves_gradient_weights_and_optimizer_alone(
     changes: dict[str, Any], tiny_recipe: MakeRecipe
@@ -167,3 +174,25 @@ def test_a_trainer_that_does_not_see_the_run_folder_is_refused(tmp_path: Path, t
         trainer.check_folder(str(probe), "token")
     probe.write_text("token")
     trainer.check_folder(str(probe), "token")
+
+
+def test_a_generator_holds_trained_weights_in_the_dtypes_that_they_travel_in(tiny_recipe: MakeRecipe) -> None:
+    generator, trainer = pool(tiny_recipe(model={"dtype": "bfloat16"}))
+    for worker, linear in ((generator, torch.bfloat16), (trainer, torch.float32)):
+        policy = worker.built.policy
+        assert policy is not None
+        assert policy.parameters["transformer_blocks.0.attn.to_q.weight"].dtype == linear
+        assert policy.parameters["transformer_blocks.0.attn.norm_q.weight"].dtype == torch.float32
+
+
+def test_videos_travel_as_latents_and_come_back_as_the_frames_that_were_asked_for(video_recipe: MakeRecipe) -> None:
+    generator, trainer = pool(video_recipe("wan", train={"timestep_batch_size": 3}))
+    _, text = generator.encode(PROMPTS)
+    _, trajectory, latents = generator.generate(SAMPLES, 0, text)
+    pieces = generator.score(SAMPLES, ONE_PROMPT_EACH, (0, 2), latents)
+    assert pieces.pictures.shape == (2, 5, 32, 32, 3)
+    assert len(pieces.rewards.totals) == len(SAMPLES)
+    none = generator.score(SAMPLES, ONE_PROMPT_EACH, (), latents)
+    assert none.pictures.shape == (0, 5, 32, 32, 3), "so that parts of several ranks can be joined"
+    trainer.accumulate((0, 1), advantages(trainer), False, text, trajectory)
+    assert trainer.optimizer_step().metrics["logprob_abs_diff"] == 0.0
