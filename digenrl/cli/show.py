@@ -17,7 +17,7 @@ def run(kind: str | None, name: str | None) -> None:
         for each, known in KINDS.items():
             print(f"{each}:")
             for component, registered in sorted(known.items()):
-                print(f"  {component:12} {registered.summary}")
+                print(f"  {component:13} {registered.summary}")
         print("`digenrl show KIND NAME` shows one's settings, `digenrl show recipe` all keys of a recipe.")
     elif kind == "recipe":
         _show_recipe(name)
@@ -49,7 +49,8 @@ def _show_fields(model: type[BaseModel], prefix: str) -> None:
             continue
         nested = _model_of(info.annotation)
         if nested is not None:
-            print(f"{prefix}{name}: {info.description or ''}".rstrip())
+            absent = " (default null)" if not info.is_required() and info.get_default(call_default_factory=True) is None else ""
+            print(f"{prefix}{name}{absent}: {info.description or ''}".rstrip())
             _show_fields(nested, f"{prefix}{name}.")
         else:
             default = "required" if info.is_required() else f"default {_plain(info.get_default(call_default_factory=True))}"

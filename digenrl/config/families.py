@@ -28,6 +28,8 @@ class Family:
     text_by_length: bool = False
     """Whether a pass computes no more text than its longest prompt has, so that prompts that share one change each other's last
     bits."""
+    samples_on_euler: bool = False
+    """Whether samples are drawn on the flow-match Euler grid where published folders name another solver."""
     default_size: int | None = None
     """Pixels per side that the family was trained at, where the transformer's config does not say it."""
 
@@ -68,6 +70,7 @@ FAMILIES = {
         required=(*_THREE, "text_encoder", "tokenizer"),
         text_widths={"text_dim": (("text_encoder", "d_model"),)},
         cfg_argument="guidance_scale",
+        samples_on_euler=True,
         default_size=480,
     ),
     "hunyuan_video": Family(

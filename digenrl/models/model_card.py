@@ -17,6 +17,7 @@ import yaml
 from digenrl.config.builtin import PREFIX, resolve
 from digenrl.config.checks import looks_like_hub_id
 from digenrl.config.families import FAMILIES, Family
+from digenrl.config.registry import media_of
 from digenrl.config.schema import EvalSection, Recipe
 from digenrl.models.export import LORA_FILE, flow_shift
 
@@ -68,14 +69,15 @@ def model_card(facts: CardFacts) -> str:
 
 
 def loading_code(facts: CardFacts) -> str:
-    """Python that draws one picture, when it runs in the exported folder."""
+    """Python that draws one picture or video, when it runs in the exported folder."""
     recipe = facts.recipe
+    on_euler = FAMILIES.get(recipe.model.type, _UNKNOWN).samples_on_euler
     call = _call(recipe, facts.section)
     # A place for a text encoder that is empty has to be named, or diffusers asks for its folder.
     empty = [name for name in facts.absent if name.startswith(("text_encoder", "tokenizer"))]
     options = ", dtype=torch.float32" + "".join(f", {name}=None" for name in empty)
     shift = flow_shift(recipe)
-    lines = ["import torch", f"from diffusers import {facts.pipeline}"]
+    lines = ["import torch", f"from diffusers import {'FlowMatchEulerDiscreteScheduler, ' if on_euler else ''}{facts.pipeline}"]
     if recipe.model.lora is None:
         lines += ["", 'folder = "."  # this folder, or its id on the hub']
         lines += [f"pipeline = {facts.pipeline}.from_pretrained(folder{options})"]
@@ -85,20 +87,28 @@ def loading_code(facts: CardFacts) -> str:
             f"pipeline = {facts.pipeline}.from_pretrained(base{options})",
             f"pipeline.load_lora_weights(folder, weight_name={LORA_FILE!r})",
         ]
-        if shift is not None:
+        if shift is not None and not on_euler:
             changes = f"shift={shift}, use_dynamic_shifting=False"
             lines += [f"pipeline.scheduler = pipeline.scheduler.from_config(pipeline.scheduler.config, {changes})"]
+    if on_euler:
+        own = 'pipeline.scheduler.config.get("flow_shift", 1.0)' if shift is None else repr(shift)
+        lines += [f"pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift={own})  # the grid that it was trained on"]
     arguments = "".join(f"    {name}={value!r},\n" for name, value in call.items())
-    found, output = ("image", "images") if recipe.rollout.num_frames == 1 else ("video", "frames")
+    found, output = ("video", "frames") if _makes_videos(recipe) else ("image", "images")
     lines += [f"{found} = pipeline(\n    {facts.prompt!r},\n{arguments}).{output}[0]"]
     return "\n".join(lines) + "\n"
+
+
+def _makes_videos(recipe: Recipe) -> bool:
+    """Whether the pipeline is one of videos, of which an image is one frame."""
+    return "video" in media_of("model", recipe.model.type, where="model.type")
 
 
 def _call(recipe: Recipe, section: EvalSection) -> dict[str, Any]:
     """Arguments of the pipeline that draw as the run evaluates, by the names that diffusers has for them in this family."""
     rollout, family = recipe.rollout, FAMILIES.get(recipe.model.type, _UNKNOWN)
     call: dict[str, Any] = {"height": rollout.height, "width": rollout.width}
-    if rollout.num_frames > 1:
+    if _makes_videos(recipe):
         call["num_frames"] = rollout.num_frames
     call["num_inference_steps"] = section.num_inference_steps
     if family.cfg_argument == "guidance_scale":
@@ -133,12 +143,13 @@ def _base_lines(path: str) -> list[str]:
 
 def _header(facts: CardFacts) -> dict[str, Any]:
     lora = facts.recipe.model.lora is not None
+    task = "text-to-video" if facts.recipe.rollout.num_frames > 1 else "text-to-image"
     return {
         "base_model": base_name(facts.recipe.model.path),
         "base_model_relation": "adapter" if lora else "finetune",
         "library_name": "diffusers",
-        "pipeline_tag": "text-to-image",
-        "tags": [*(["lora"] if lora else []), "text-to-image", "digenrl", "reinforcement-learning"],
+        "pipeline_tag": task,
+        "tags": [*(["lora"] if lora else []), task, "digenrl", "reinforcement-learning"],
         **base_license(facts.recipe.model.path),
     }
 

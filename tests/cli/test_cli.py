@@ -276,9 +276,10 @@ def test_show_documents_every_setting_of_a_component(digenrl: Call, kind: str, n
     assert answer.code == 0
     lines = answer.out.splitlines()
     for key, info in settings_class(kind, name, where="test").model_fields.items():
-        line = next(line for line in lines if line.startswith(f"{key} "))
+        line = next(line for line in lines if line.startswith((f"{key} ", f"{key}: ")))
         assert str(info.description) in line
-        assert "(default " in line or "(required)" in line
+        is_section = line.startswith(f"{key}: ") and any(each.startswith(f"{key}.") for each in lines)
+        assert is_section or "(default " in line or "(required)" in line
 
 
 def test_show_recipe_documents_every_key(digenrl: Call) -> None:

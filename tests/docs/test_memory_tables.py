@@ -11,6 +11,7 @@ from digenrl.simulation.memory import holders, memory_of
 from digenrl.simulation.model_sizes import sizes_of
 
 ROOT = Path(__file__).parents[2]
+IMAGES = {"sd3": "sd35_medium_flow_grpo", "flux": "flux1_dev_flow_grpo", "qwen_image": "qwen_image_flow_grpo"}
 SIZES = [
     ("wan", "wan21_1_3b_flow_grpo", (240, 416, 33)),
     ("wan", "wan21_1_3b_flow_grpo", (480, 832, 81)),
@@ -19,6 +20,7 @@ SIZES = [
     ("wan", "wan21_14b_flow_grpo", (480, 832, 81)),
     ("hunyuan_video", "hunyuanvideo_dance_grpo", (480, 480, 53)),
     ("hunyuan_video", "hunyuanvideo_dance_grpo", (720, 1280, 129)),
+    *((page, name, (side, side, 1)) for page, name in IMAGES.items() for side in (512, 1024)),
 ]
 
 
@@ -35,7 +37,8 @@ def gib(name: str, size: tuple[int, int, int], lora: str, checkpointing: str) ->
 def row(name: str, size: tuple[int, int, int]) -> str:
     adapters = "{rank: 32, alpha: 64}"
     ways = [gib(name, size, lora, checkpointing) for lora in (adapters, "null") for checkpointing in ("true", "false")]
-    cells = [" x ".join(map(str, size)), *(f"{value:.0f}" for value in (ways[0][0], *(way[1] for way in ways)))]
+    shown = size if size[2] > 1 else size[:2]
+    cells = [" x ".join(map(str, shown)), *(f"{value:.0f}" for value in (ways[0][0], *(way[1] for way in ways)))]
     return f"| {' | '.join(cells)} |"
 
 

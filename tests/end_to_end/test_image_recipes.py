@@ -78,7 +78,7 @@ def test_a_recipe_has_the_published_hyperparameters(
     assert (recipe.eval.true_cfg_scale, recipe.eval.guidance_scale) == (rollout.true_cfg_scale, rollout.guidance_scale)
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", [pytest.param("sd35_medium_flow_grpo", marks=pytest.mark.slow), *list(FAMILY)[1:]])
 def test_two_steps_of_a_recipe_train_on_a_tiny_model(name: str, tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
     folder = tiny_folder(FAMILY[name])
     train(load_recipe(published(name), [*SMALL, f"model.path={folder}", f"run.output_dir={tmp_path / 'run'}"]))

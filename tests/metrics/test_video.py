@@ -34,12 +34,9 @@ def test_a_saved_video_has_all_frames_in_order_at_its_rate_and_looks_the_same(tm
     assert rate == 12.5
     assert codec == "h264"
     assert float(np.abs(frames.astype(int) - video).mean()) < 6, "compressed, yet the same picture"
-    for number in range(9):
-        assert (
-            np.abs(frames[number].astype(int) - video[number]).mean()
-            < np.abs(frames[number].astype(int) - video[8 - number]).mean()
-            or number == 4
-        )
+    for number, frame in enumerate(frames.astype(int)):
+        distances = [np.abs(frame - original).mean() for original in video]
+        assert int(np.argmin(distances)) == number
 
 
 def test_the_same_frames_give_the_same_file(tmp_path: Path) -> None:
@@ -79,5 +76,5 @@ def test_a_filmstrip_shows_first_and_last_frame_and_pictures_stay_as_they_are() 
     assert np.array_equal(strips[1, :, -48:], videos[1, -1])
     assert filmstrips(videos[:, :2]).shape == (2, 32, 2 * 48, 3)
     assert np.array_equal(stills(videos)[0], videos[0, 4])
-    assert filmstrips(videos[:, 0]) is not None and np.array_equal(filmstrips(videos[:, 0]), videos[:, 0])
+    assert np.array_equal(filmstrips(videos[:, 0]), videos[:, 0])
     assert np.array_equal(stills(videos[:, 0]), videos[:, 0])

@@ -40,6 +40,7 @@ CPU = torch.device("cpu")
 LORA = {"rank": 3, "alpha": 12}
 PROMPTS = ["a red circle", "two blue squares"]
 SIZES = ((32, 32), (64, 48))
+full_and_slowly_lora = pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
 every_family = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 every_image_family = pytest.mark.parametrize("case", IMAGES, ids=lambda case: case.name)
 
@@ -164,7 +165,7 @@ def test_the_contract_of_adapters_holds(case: FamilyCase, recipe_of: Callable[..
 
 
 @every_family
-@pytest.mark.parametrize("lora", [None, LORA])
+@full_and_slowly_lora
 def test_before_the_first_update_the_trainers_log_prob_is_the_rollouts_bit_for_bit(
     lora: dict[str, Any] | None, case: FamilyCase, rig_of: RigMaker
 ) -> None:
@@ -187,7 +188,7 @@ def relative(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 @every_family
-@pytest.mark.parametrize("lora", [None, LORA])
+@full_and_slowly_lora
 def test_mixed_timesteps_in_a_batch_give_the_gradient_of_one_by_one(
     lora: dict[str, Any] | None, case: FamilyCase, rig_of: RigMaker
 ) -> None:
@@ -516,7 +517,7 @@ def test_micro_batches_that_mix_prompts_of_qwen_image_are_warned_of_and_not_dete
 
 
 @every_family
-@pytest.mark.parametrize("lora", [None, LORA])
+@full_and_slowly_lora
 def test_bfloat16_is_near_float32_and_answers_in_float32(lora: dict[str, Any] | None, case: FamilyCase, rig_of: RigMaker) -> None:
     exact, half = (rig_of(case, model={"dtype": dtype, "lora": lora}) for dtype in ("float32", "bfloat16"))
     assert all(parameter.dtype == torch.float32 for parameter in half.policy.parameters.values())

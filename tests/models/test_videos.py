@@ -188,6 +188,36 @@ def test_an_exported_pipeline_keeps_the_solver_that_the_folder_names_with_the_sh
     assert scheduler.config["flow_shift" if family == "wan" else "shift"] == 5.0
 
 
+@pytest.mark.parametrize("num_frames", [1, 5])
+@pytest.mark.parametrize(("family", "lora"), [("wan", None), ("wan", {"rank": 2, "alpha": 8}), ("hunyuan_video", None)])
+def test_the_code_on_the_card_draws_on_the_grid_that_was_trained(
+    family: str,
+    lora: dict[str, Any] | None,
+    num_frames: int,
+    video_recipe: RecipeMaker,
+    tiny_videos: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluation = {"prompts": "builtin:shapes/heldout.jsonl", "num_inference_steps": 2}
+    model = {"lora": lora, "flow_shift": 5.0 if lora else None, "max_sequence_length": 64}
+    build_run(tmp_path / "run", video_recipe(family, model=model, rollout={"num_frames": num_frames}, eval=evaluation))
+    export.run(str(tmp_path / "run"), str(tmp_path / "out"))
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert f"pipeline_tag: text-to-{'video' if num_frames > 1 else 'image'}" in card
+    code = card.partition("```python\n")[2].partition("```")[0]
+    base = tiny_videos[family]
+    code = code.replace(f"base = {base.name!r}  # the folder of the base model", f"base = {str(base)!r}")
+    monkeypatch.chdir(tmp_path / "out")
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert np.asarray(names["video"][0]).shape[:2] == (32, 32)
+    assert len(names["video"]) == num_frames
+    scheduler = names["pipeline"].scheduler
+    assert type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+    assert scheduler.config.shift == (5.0 if lora else {"wan": 3.0, "hunyuan_video": 7.0}[family])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_videos_pass_the_contract_with_guidance_by_a_second_pass(family: str, video_recipe: RecipeMaker) -> None:
     check_model(video_recipe(family, rollout={"num_frames": 5, "true_cfg_scale": 2.0}))
