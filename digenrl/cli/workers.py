@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from digenrl.config.schema import Recipe
@@ -19,6 +19,8 @@ class Worker:
 
     name: str
     ranks: int
+    shard: int
+    """Neighbouring ranks that hold one network together."""
     does: str
     takes: str
     """Each rank, of the cluster."""
@@ -32,11 +34,12 @@ def worker_lines(recipe: Recipe) -> list[str]:
     count = sum(worker.ranks for worker in workers)
     share = " (or less: on one machine with fewer cores, ranks that ask for no number share them)" if _may_share(recipe) else ""
     lines = [f"on a cluster: {count} worker process{'es' if count > 1 else ''}, in all {_total(recipe)}{share}"]
-    for (ranks, does, takes), same in groupby(workers, key=lambda worker: (worker.ranks, worker.does, worker.takes)):
-        names = [worker.name for worker in same]
+    for first, same in groupby(workers, key=lambda worker: replace(worker, name="")):
+        names, ranks = [worker.name for worker in same], first.ranks
         of = f", {ranks} ranks{' each' if len(names) > 1 else ''}" if ranks > 1 else ""
+        of += f" (each holds 1/{first.shard} of the network)" if first.shard > 1 else ""
         each = "each rank takes" if ranks > 1 else "each takes" if len(names) > 1 else "takes"
-        lines.append(f"  {_names(names)}{of}: {does}; {each} {takes}")
+        lines.append(f"  {_names(names)}{of}: {first.does}; {each} {first.takes}")
     scores = recipe.cluster.placement == "disaggregated" and recipe.cluster.scorers.placement == "driver"
     lines.append(f"  driver, the process that you start: schedule{', score (on its CPU)' if scores else ''}")
     return lines
@@ -52,7 +55,7 @@ def workers_of(recipe: Recipe) -> list[Worker]:
         takes = _amounts(without.resources, with_gpus.resources)
         if without.labels:
             takes += f", on a node with {', '.join(f'{key}={value}' for key, value in without.labels.items())}"
-        found.append(Worker(name=name, ranks=len(members), does=_does(without, recipe), takes=takes))
+        found.append(Worker(name=name, ranks=len(members), shard=without.shard, does=_does(without, recipe), takes=takes))
     return found
 
 

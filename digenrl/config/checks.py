@@ -23,6 +23,7 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
         check(recipe)
     _check_sizes(recipe)
     _check_schedule(recipe)
+    _check_generators(recipe)
     _check_trainer(recipe)
     _check_batch_size(recipe)
     _check_emulation(recipe)
@@ -80,6 +81,23 @@ def _check_schedule(recipe: Recipe) -> None:
             why="A micro-batch has one group for each rank, and any replica may get it.",
             fix="Give all cluster.generators the same ranks, or use generation_axis.",
         )
+
+
+def _check_generators(recipe: Recipe) -> None:
+    for number, pool in enumerate(recipe.cluster.generators):
+        key, gpus = f"cluster.generators.{number}", pool.resources.gpus or 0
+        if pool.ranks % pool.shard:
+            raise ConfigError(
+                f"{key}.shard ({pool.shard}) does not divide {key}.ranks ({pool.ranks}).",
+                why="A replica's ranks hold whole networks: `shard` neighbouring ones hold each of them together.",
+                fix=f"Use {key}.shard={pool.ranks} for one network on all ranks, or {key}.shard=1 for one on each.",
+            )
+        if pool.shard > 1 and 0 < gpus < 1:
+            raise ConfigError(
+                f"{key}.shard ({pool.shard}) needs whole GPUs, and its ranks take {gpus:g} each.",
+                why="NCCL, by which ranks gather the network that they hold together, wants a GPU for each of them.",
+                fix=f"Set {key}.resources.gpus=1, or {key}.shard=1 if the network fits.",
+            )
 
 
 def _check_trainer(recipe: Recipe) -> None:

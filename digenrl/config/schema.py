@@ -253,6 +253,18 @@ class GeneratorPool(Section):
 
     replicas: int = Field(default=1, ge=1, le=4096, description="Generator replicas: each works on one micro-batch at a time.")
     ranks: int = Field(default=1, ge=1, le=4096, description="Devices of one replica, which share a micro-batch's samples.")
+    shard: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="Neighbouring ranks of a replica that hold one network together (FSDP), for one that a device alone has no "
+        "room for; with 1, each rank holds the whole of it, and nothing has to be gathered.",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Longest wait of one rank for another that it holds a network with; the replica is then started anew.",
+    )
     resources: Resources = Field(default_factory=Resources, description="What each rank takes: cpus, gpus, custom, node_labels.")
 
 

@@ -63,7 +63,7 @@ def part_not_loaded(part: Part, parts: frozenset[Part], *, needed_for: str) -> P
 
 
 class ModelAdapter(Protocol):
-    """One model family, or the parts of one that a process needs, loaded on one device.
+    """One model family, or the parts of one that a process needs, for one device.
 
     A class that makes videos says so: ``media = ("image", "video")``.
     """
@@ -86,6 +86,7 @@ class ModelAdapter(Protocol):
         text encoders and the VAE live only where prompts are encoded and latents decoded. ``latent_shape``,
         ``noise_schedule`` and every number that other methods give must be the same with any parts, so read the configs of
         absent components too. A method whose part is absent raises ``part_not_loaded``.
+        The transformer may stay on the CPU: Policy puts it on the device, or a share of it where ranks hold it together.
         Raises ConfigError when the folder or the recipe does not fit.
         """
         ...

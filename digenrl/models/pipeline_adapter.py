@@ -133,7 +133,7 @@ class PipelineAdapter:
         waiting = torch.device("cpu") if self._offload else self.device
         if "transformer" in self._parts:
             # Weights that are trained stay float32 and are cast in the forward pass; frozen ones are stored in the compute type.
-            pipeline.transformer.to(self.device, self._dtype if model.lora is not None else torch.float32)
+            pipeline.transformer.to(self._dtype if model.lora is not None else torch.float32)
             if model.gradient_checkpointing:
                 pipeline.transformer.enable_gradient_checkpointing()
         if "vae" in self._parts:

@@ -1,11 +1,13 @@
 """How a step is cut into micro-batches, and a micro-batch into the shares of a replica's ranks (GAP).
 
 Invariants: every prompt of a step is in exactly one micro-batch, in order, and only the last micro-batch may be smaller;
-every sample of a micro-batch is on exactly one rank, and along the generation axis the shares differ by at most one sample.
+every sample of a micro-batch is on exactly one rank, and along the generation axis the shares differ by at most one sample;
+ranks that hold a network together make equally many forward passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,6 +47,20 @@ def spread_over_ranks(
         )
     samples = [(prompt, sample) for prompt in micro_batch.prompts for sample in range(num_generations)]
     return tuple(tuple(samples[low:high]) for low, high in _shares(len(samples), ranks))
+
+
+def filling(shares: Sequence[int], batch_size: int, shard: int) -> list[int]:
+    """How many more samples each rank has to generate, so that ranks which hold a network together make their passes together.
+
+    shares: samples of each rank; batch_size: of one forward pass; shard: neighbouring ranks that hold one network together.
+    """
+    passes = [-(-share // batch_size) for share in shares]
+    found = []
+    for rank, (share, own) in enumerate(zip(shares, passes, strict=True)):
+        first = rank - rank % shard
+        most = max(passes[first : first + shard])
+        found.append((most - 1) * batch_size + 1 - share if own < most else 0)
+    return found
 
 
 def idle_share(micro_batch: MicroBatch, num_generations: int, ranks: int, micro_batching: MicroBatching) -> float:

@@ -140,6 +140,16 @@ def forget_passes(module: nn.Module) -> None:
         module.reset_iter_state()
 
 
+def is_spread(tensor: Tensor) -> bool:
+    """Whether a tensor's values lie on several ranks."""
+    return isinstance(tensor, DTensor)
+
+
+def own_share(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: all of it, unless it is spread over ranks; no communication."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor with all of its values. Collective where it is spread over ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

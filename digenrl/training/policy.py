@@ -30,6 +30,8 @@ class Policy:
         """Version of the weights that the network holds now."""
         self._lora = recipe.model.lora is not None
         self._frozen: nn.Module | None = None
+        if group.mesh is None:
+            adapter.transformer.to(adapter.device)
         if recipe.model.lora is not None:
             add_lora(adapter.transformer, recipe.model.lora, adapter.default_lora_targets, seed=recipe.run.seed)
         else:
@@ -37,6 +39,7 @@ class Policy:
                 self._frozen = copy.deepcopy(adapter.transformer).requires_grad_(False)
             adapter.transformer.requires_grad_(True)
         if group.mesh is not None:
+            # From the CPU, block by block: the device may have no room for the whole of it.
             for network in (adapter.transformer, *((self._frozen,) if self._frozen is not None else ())):
                 shard_module(network, group, adapter.sharded_blocks)
         self.parameters: dict[str, nn.Parameter] = {

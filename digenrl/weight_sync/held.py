@@ -1,22 +1,25 @@
 """The receiving side: a generator's weights, and which version of the trainer's they are.
 
-Invariants: a version is claimed only while the policy's own bytes have the digest of that publication; nothing is touched
-before all that arrived is verified; the version never goes back; parameters keep their memory, so results keep their bits, and
-are stored in the dtypes that they travel in.
+Invariants: a version is claimed only while the policy's own bytes are those of that publication; nothing is touched before
+all that arrived is verified; the version never goes back; parameters keep their memory, so results keep their bits, and whole
+ones are stored in the dtypes that they travel in; ranks that hold a network together load each by itself. Such a rank verifies
+every tensor whole before it writes its share of it, and then that it holds the bytes of this share.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from digenrl.errors import ProtocolError, WorkerError
+from digenrl.training.group import is_spread, own_share, spread_like
 from digenrl.training.policy import Policy
-from digenrl.weight_sync.publication import Publication, check_arrived, digest_of, read_tensor, tensor_digests
-from digenrl.weight_sync.wire import Bucket, check_binding, form, forms, wire_dtypes
+from digenrl.weight_sync.publication import Publication, check_arrived, check_tensors, read_tensor
+from digenrl.weight_sync.wire import Bucket, byte_digest, check_binding, form, forms, to_bytes, wire_dtypes
 
 UNKNOWN = -1
 """The version of weights that no trainer published: before the first load, and after one that broke off."""
@@ -38,10 +41,14 @@ class HeldWeights:
         self._lock = threading.Lock()
         self._newest = UNKNOWN
         self._digest = ""
+        self._shares: dict[str, str] = {}
+        """Digests of what is held here of each tensor of the newest version."""
         policy.version = UNKNOWN
         for name, parameter in policy.parameters.items():
-            # Nothing is trained here, and the forward pass rounds them so anyway: half the memory in bfloat16.
-            parameter.data = parameter.data.to(self._dtypes[name])
+            # Nothing is trained here, and the forward pass rounds them so anyway: half the memory in bfloat16. FSDP keeps hold of
+            # the shards that it made.
+            if not is_spread(parameter):
+                parameter.data = parameter.data.to(self._dtypes[name])
 
     @property
     def version(self) -> int:
@@ -67,12 +74,14 @@ class HeldWeights:
                 self._verify_again(manifest)
                 return
             check_arrived(manifest, buckets)
+            if any(map(is_spread, self._policy.parameters.values())):
+                check_tensors(manifest, buckets)
             sent = {spec.name: form(spec.dtype, spec.shape) for spec in manifest.tensors}
             check_binding(sent, self._forms, sender="the publication", receiver="this worker")
             self._policy.version = UNKNOWN
-            self._copy(manifest, buckets)
-            self._verify(manifest)
-            self._newest, self._digest = manifest.version, manifest.digest
+            shares = self._copy(manifest, buckets)
+            self._verify(manifest, shares)
+            self._newest, self._digest, self._shares = manifest.version, manifest.digest, shares
             self._policy.version = manifest.version
 
     @contextmanager
@@ -105,21 +114,34 @@ class HeldWeights:
             )
 
     def _verify_again(self, manifest: Publication) -> None:
-        if digest_of(self._policy, self._dtypes) != manifest.digest:
+        if self._held_shares() != self._shares:
             self._policy.version = UNKNOWN
             raise self._broken(manifest, "its weights changed after they were loaded")
 
-    def _copy(self, manifest: Publication, buckets: Sequence[Bucket]) -> None:
+    def _copy(self, manifest: Publication, buckets: Sequence[Bucket]) -> dict[str, str]:
+        """Write what is to be held here of each tensor. Returns the digests that it must have then."""
+        shares = {}
         try:
             with torch.no_grad():
                 for spec in manifest.tensors:
-                    self._policy.parameters[spec.name].copy_(read_tensor(spec, buckets))
+                    parameter = self._policy.parameters[spec.name]
+                    values = spread_like(parameter, read_tensor(spec, buckets))
+                    parameter.copy_(values)
+                    shares[spec.name] = self._share_digest(spec.name, values) if is_spread(values) else spec.digest
         except RuntimeError as error:  # torch's, a CUDA error and running out of memory among them
             raise self._broken(manifest, f"the copy broke off: {error}") from error
+        self._policy.weights_changed()
+        return shares
 
-    def _verify(self, manifest: Publication) -> None:
-        found = tensor_digests(self._policy.parameters, self._dtypes)
-        odd = [spec.name for spec in manifest.tensors if found[spec.name] != spec.digest]
+    def _held_shares(self) -> dict[str, str]:
+        return {name: self._share_digest(name, tensor) for name, tensor in self._policy.parameters.items()}
+
+    def _share_digest(self, name: str, tensor: Tensor) -> str:
+        return byte_digest(to_bytes(own_share(tensor.detach()), self._dtypes[name]))
+
+    def _verify(self, manifest: Publication, shares: Mapping[str, str]) -> None:
+        found = self._held_shares()
+        odd = [name for name, digest in shares.items() if found[name] != digest]
         if odd:
             raise self._broken(manifest, f"{len(odd)} of {len(found)} tensors differ afterwards, for example {odd[0]}")
 

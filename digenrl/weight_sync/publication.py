@@ -166,6 +166,16 @@ def check_arrived(manifest: Publication, buckets: Sequence[Bucket]) -> None:
             raise _damaged(manifest, f"bucket {index} has another digest")
 
 
+def check_tensors(manifest: Publication, buckets: Sequence[Bucket]) -> None:
+    """Raise DamagedWeights unless each tensor's bytes have its digest. The buckets must have passed ``check_arrived``.
+
+    For whoever keeps a share of each tensor, and so cannot compare digests of whole ones once they are written.
+    """
+    for spec in manifest.tensors:
+        if byte_digest(buckets[spec.bucket][spec.offset : spec.offset + spec.num_bytes]) != spec.digest:
+            raise _damaged(manifest, f"tensor {spec.name} has another digest")
+
+
 def tensor_digests(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
     """What ``TensorSpec.digest`` would be, for each tensor cast to its dtype."""
     return {name: byte_digest(to_bytes(tensor, dtypes[name])) for name, tensor in tensors.items()}

@@ -72,6 +72,15 @@ def test_unlike_pools_scorers_and_labels_are_told_apart() -> None:
     assert found[4].startswith("  trainer: train, evaluate, save; takes ")
 
 
+def test_ranks_that_hold_a_network_together_are_told() -> None:
+    found = lines_of(POOLS, "cluster.generators=[{ranks: 4, shard: 2}, {ranks: 2}]", "cluster.trainer.ranks=2")
+    assert found[1].startswith(
+        "  generator-0, 4 ranks (each holds 1/2 of the network): encode, generate, score; each rank takes "
+    )
+    assert found[2].startswith("  generator-1, 2 ranks: encode, ")
+    assert found[3].startswith("  trainer, 2 ranks (each holds 1/2 of the network): train, ")
+
+
 def test_scoring_in_the_driver_is_told() -> None:
     assert lines_of(POOLS, "cluster.scorers.placement=driver")[-1].endswith("schedule, score (on its CPU)")
 

@@ -84,6 +84,12 @@ def test_a_generator_and_a_trainer_share_a_gpu(tmp_path: Path) -> None:
     assert together["digests"] == trained(tmp_path / "alone")["digests"]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
+def test_a_generator_of_two_gpus_that_hold_one_network_gives_the_weights_of_one(tmp_path: Path) -> None:
+    sharded = ("cluster.placement=disaggregated", "cluster.generators=[{ranks: 2, shard: 2}]")
+    assert trained(tmp_path / "two", *sharded)["digests"] == trained(tmp_path / "alone")["digests"]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("shard", [1, 2])
 def test_two_trainer_ranks_on_two_gpus_step_and_agree(tmp_path: Path, shard: int) -> None:

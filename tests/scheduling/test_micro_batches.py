@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.scheduling.micro_batches import MicroBatch, cut_into_micro_batches, idle_share, spread_over_ranks
+from digenrl.scheduling.micro_batches import MicroBatch, cut_into_micro_batches, filling, idle_share, spread_over_ranks
 
 
 @settings(max_examples=300, deadline=None, database=None)
@@ -41,3 +41,26 @@ def test_an_uneven_spread_costs_what_the_waiting_ranks_would_have_done() -> None
     assert idle_share(group, 12, 4, "generation_axis") == 0
     assert idle_share(group, 12, 5, "generation_axis") == pytest.approx(1 - 12 / 15)
     assert idle_share(group, 12, 4, "batch_axis") == pytest.approx(3 / 4), "one group keeps one of four ranks busy"
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.data())
+def test_ranks_that_hold_a_network_together_make_equally_many_passes_and_no_sample_more_than_that_takes(
+    shard: int, networks: int, batch_size: int, data: st.DataObject
+) -> None:
+    ranks = shard * networks
+    shares = data.draw(st.lists(st.integers(0, 20), min_size=ranks, max_size=ranks))
+    fills = filling(shares, batch_size, shard)
+    passes = [-(-(share + fill) // batch_size) for share, fill in zip(shares, fills, strict=True)]
+    for first in range(0, ranks, shard):
+        together = range(first, first + shard)
+        assert {passes[rank] for rank in together} == {max(-(-shares[rank] // batch_size) for rank in together)}
+    for share, fill, own in zip(shares, fills, passes, strict=True):
+        assert fill >= 0
+        assert not fill or -(-(share + fill - 1) // batch_size) < own
+
+
+def test_ranks_with_networks_of_their_own_generate_nothing_beside_their_shares() -> None:
+    assert filling([9, 0, 4, 1], 4, 1) == [0, 0, 0, 0]
+    assert filling([9, 0, 4, 1], 4, 2) == [0, 9, 0, 0]
+    assert filling([9, 0, 4, 1], 4, 4) == [0, 9, 5, 8]

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -264,15 +264,14 @@ def gradients_of(alone: Side, shared: Side, made: Sequence[Trajectory]) -> Numbe
         "norm": [report.common["grad_norm"] for report in reports],
         "pairs": [report.common["trained_pairs"] for report in reports],
         "digest": digest(shared.weights()),
-        "noted": passes_noted(shared.policy),
+        "noted": passes_noted(shared.policy._frozen),
         "left out": [[name for name, each in side.momentum().items() if not each.any()] for side in (alone, shared)],
     }
 
 
-def passes_noted(policy: Policy) -> int:
-    """Forward passes of a frozen copy that FSDP remembers for a backward pass which never comes."""
-    frozen = policy._frozen
-    return len(frozen._get_fsdp_state()._comm_ctx.post_forward_order) if isinstance(frozen, FSDPModule) else 0
+def passes_noted(network: nn.Module | None) -> int:
+    """Forward passes of a network that is never trained which FSDP remembers for a backward pass that never comes."""
+    return len(network._get_fsdp_state()._comm_ctx.post_forward_order) if isinstance(network, FSDPModule) else 0
 
 
 def families(ranks: Ranks) -> Numbers:
@@ -523,7 +522,7 @@ def unsharded(ranks: Ranks) -> Numbers:
                         more_to_come=number == 0,
                     )
                 counts[accumulate].append([collectives.gathers, collectives.reductions])
-                held[accumulate].append(held_by(side))
+                held[accumulate].append(held_by(side.policy))
             side.finish()
             sides.append(side)
         wrong = ranks.build(ranks.group, model={"lora": lora}, train={"accumulate": "unsharded"})
@@ -542,10 +541,10 @@ def unsharded(ranks: Ranks) -> Numbers:
     return found
 
 
-def held_by(side: Side) -> list[int]:
+def held_by(policy: Policy) -> list[int]:
     """Numbers that this rank holds of the network's weights, and of their gradients that are not reduced yet."""
     weights = gradients = 0
-    for parameter in side.policy.adapter.transformer.parameters():
+    for parameter in policy.adapter.transformer.parameters():
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         weights += own.numel()
         gradients += 0 if isinstance(parameter, DTensor) or parameter.grad is None else parameter.grad.numel()
@@ -601,7 +600,7 @@ def average(ranks: Ranks) -> Numbers:
             # In the middle of an accumulation, where the ranks hold gathered weights.
             trajectories, advantages = ranks.trajectories(side, 2), side.advantages(*REWARDS)
             side.accumulate(trajectories[:1], advantages[:1], more_to_come=True)
-            gathered_weights = held_by(side)[0]
+            gathered_weights = held_by(side.policy)[0]
             middle.append(sampler.generate(side.text))
             side.trainer.accumulate(trajectories[1], side.text.select(torch.tensor([1])), advantages[1:])
             side.finish()
@@ -808,7 +807,17 @@ CHECKS: dict[str, Callable[[Ranks], Numbers]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], checks: Mapping[str, Callable[[Ranks], Numbers]]) -> None:
+    """Do what the command line asks for, and end the process."""
+    try:
+        _do(arguments, checks)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # threads of gloo may still wait for the others
+
+
+def _do(arguments: Sequence[str], checks: Mapping[str, Callable[[Ranks], Numbers]]) -> None:
     folder, rank, size, *wanted = arguments
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
@@ -820,18 +829,12 @@ def main(arguments: Sequence[str]) -> int:
             met = int(shard)
             ranks.meet(met)
         began = time.perf_counter(), time.process_time()
-        found[each] = CHECKS[check](ranks)
+        found[each] = checks[check](ranks)
         took = time.perf_counter() - began[0], time.process_time() - began[1]
         print(f"{each}: {took[0]:.1f} s, {took[1]:.1f} s of computing", file=sys.stderr, flush=True)
     (ranks.folder / f"{size}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # threads of gloo may still wait for the others
+    main(sys.argv[1:], CHECKS)

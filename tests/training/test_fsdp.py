@@ -40,10 +40,10 @@ TWO = (
 FOUR = ("4:few_gradients", "4:continued", "2:few_gradients", "2:two_steps", "2:stalled")
 
 
-def run_ranks(folder: Path, size: int, checks: Sequence[str]) -> list[Found]:
-    """What the ranks found, in order. All are over when this returns."""
+def run_ranks(folder: Path, size: int, checks: Sequence[str], module: str = "tests.training.fsdp_ranks") -> list[Found]:
+    """What the ranks found, in order. module: what they run, as fsdp_ranks.py. All are over when this returns."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "tests.training.fsdp_ranks", str(folder)]
+    command = [sys.executable, "-m", module, str(folder)]
     logs = [folder / f"{size}-{rank}.log" for rank in range(size)]
     processes = []
     try:

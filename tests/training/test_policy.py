@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from digenrl.config.schema import Recipe
 from digenrl.models.base import Guidance
+from digenrl.models.sd3 import SD3Adapter
+from digenrl.training.policy import Policy
 
 RigMaker = Callable[..., Any]
 WITH_KL = {"type": "flow_grpo", "kl_beta": 0.1}
@@ -67,3 +70,13 @@ def test_full_fine_tuning_trains_every_parameter_in_float32(make_rig: RigMaker) 
     rig = make_rig(model={"dtype": "bfloat16"})
     assert set(rig.policy.parameters) == {name for name, _ in rig.adapter.transformer.named_parameters()}
     assert all(p.dtype == torch.float32 and p.requires_grad for p in rig.policy.parameters.values())
+
+
+def test_the_device_sees_nothing_of_the_network_before_a_policy_decides_how_much_of_it(
+    tiny_recipe: Callable[..., Recipe],
+) -> None:
+    recipe, elsewhere = tiny_recipe(), torch.device("meta")  # stands for one that may have no room for the whole
+    adapter = SD3Adapter.load(recipe, elsewhere, frozenset({"transformer"}))
+    assert {p.device.type for p in adapter.transformer.parameters()} == {"cpu"}
+    Policy(adapter, recipe, needs_reference=False)
+    assert {p.device for p in adapter.transformer.parameters()} == {elsewhere}

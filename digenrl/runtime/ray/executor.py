@@ -45,7 +45,7 @@ from digenrl.scheduling.commands import (
     WorkerCommand,
 )
 from digenrl.scheduling.events import CommandFailed, ConditioningLost, Event, Finished, TrajectoryLost, WorkerJoined, WorkerLost
-from digenrl.scheduling.micro_batches import spread_over_ranks
+from digenrl.scheduling.micro_batches import filling, spread_over_ranks
 from digenrl.scheduling.settings import SchedulerSettings
 from digenrl.training.trainer import StepReport, merged_metrics
 
@@ -254,16 +254,12 @@ class RayExecutor(Outcomes):
             len(processes),
             recipe.schedule.micro_batching,
         )
+        fills = filling([len(share) for share in shares], recipe.rollout.forward_batch_size, processes[0].rank.shard)
         calls: list[Call] = []
         parts = []
-        passes = [-(-len(share) // recipe.rollout.forward_batch_size) for share in shares]
-        for process, share, own in zip(processes, shares, passes, strict=True):
+        for process, share, fill in zip(processes, shares, fills, strict=True):
             samples = tuple(SampleId(micro_batch.step, prompt, sample) for prompt, sample in share)
-            filled = samples
-            if command.worker == self._settings.trainer and len(processes) > 1 and own < max(passes):
-                # The ranks of a sharded network make their passes together.
-                fill = (max(passes) - 1) * recipe.rollout.forward_batch_size + 1 - len(samples)
-                filled = samples + (self._ledger.samples(micro_batch)[0],) * fill
+            filled = samples + (self._ledger.samples(micro_batch)[0],) * fill
             if not filled:
                 continue
             arguments = (filled, version, conditioning, len(samples))
@@ -437,15 +433,14 @@ class RayExecutor(Outcomes):
         return (failed,)
 
     def _lost(self, rank: Rank, error: str) -> Sequence[Event]:
-        """A process is gone. Its worker is, too, with the command in hand; one that was lost already stays lost."""
-        if any(not each.up and each.rank is not rank for each in self._pool.processes(rank.worker)):
-            return ()
+        """A process is gone, and with it its worker and the command in hand."""
         self._in_flight.forget(rank.worker)
         self._pool.write_list(self._workers_file)
         self._loads = [load for load in self._loads if load.worker != rank.worker]
+        again = "it is" if rank.crew is None else f"all ranks of {rank.worker} are"
         self._journal.warn(
             f"lost-{rank.name}-{self.now_us()}",
-            f"{rank.name} is lost: {error}" + ("" if "train" in rank.roles else "; it is started anew"),
+            f"{rank.name} is lost: {error}" + ("" if "train" in rank.roles else f"; {again} started anew"),
         )
         return (WorkerLost(at_us=self.now_us(), worker=rank.worker, error=f"{rank.name}: {error}"),)
 

@@ -37,7 +37,7 @@ from digenrl.runtime.ray.wire import (
 )
 from digenrl.training.checkpoint import PREVIOUS, load_checkpoint
 from digenrl.training.digest import digests
-from digenrl.training.group import ALONE, TrainerGroup
+from digenrl.training.group import ALONE, TrainerGroup, forget_passes
 from digenrl.training.trainer import StepReport, Trainer
 from digenrl.weight_sync.broadcast import BroadcastGroup
 from digenrl.weight_sync.held import HeldWeights
@@ -66,7 +66,8 @@ class WorkerHost:
     ) -> None:
         """keep_previous: remember two published versions. node_ip: where this process may listen for its peers.
 
-        group: the ranks that train together with this one; what is said to be collective is then called on all of them.
+        group: the ranks that train, or hold one network, together with this one; what is said to be collective is then called
+        on all of them.
         """
         self.built: Components = build_components(recipe, roles, device, group)
         """What it is made of."""
@@ -120,6 +121,8 @@ class WorkerHost:
         text = unpack_conditioning(conditioning, prompts, self._device)
         rows = torch.tensor([row_of[sample.prompt] for sample in samples])
         trajectory = generator.generate(samples, text, rows, policy_version)
+        if self._held is not None:
+            forget_passes(self.built.adapter.transformer)
         if real is not None and real < len(samples):
             trajectory = trajectory.first(real)
         return time.perf_counter() - began, pack_trajectory(trajectory), pack(trajectory.final_latents)

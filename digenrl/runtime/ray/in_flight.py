@@ -1,7 +1,8 @@
 """Commands on their way: who is at what, and how answers of worker processes become the end of a command.
 
 Invariants: a command ends once, whatever is answered twice or too late; an error is told apart by whose it is: the process's,
-the input's (nothing was done), the recipe's (the run ends), or the work's (it is tried again).
+the input's (nothing was done), the recipe's (the run ends), or the work's (it is tried again; where other ranks wait for it
+in the middle of theirs, they are all started anew).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from digenrl.errors import DigenError, WorkerError
 from digenrl.ids import WorkerId
 from digenrl.runtime.ray.placement import DRIVER
 from digenrl.runtime.ray.pool import Inbox, Process, WorkerPool, short, worker_exception
-from digenrl.scheduling.commands import SyncWeights, WorkerCommand
+from digenrl.scheduling.commands import Generate, SyncWeights, WorkerCommand
 from digenrl.scheduling.events import Event
 
 Call = tuple[Process | None, "ObjectRef[Any] | Future[Any]"]
@@ -121,12 +122,10 @@ class InFlight:
         name = process.rank.name if process is not None else str(DRIVER)
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(error, ObjectLostError):
-            self.forget(command.worker)
-            return self._outcomes.input_lost(running, error.object_ref_hex, short(error))
+            return self._input_lost(running, process, error.object_ref_hex, short(error))
         if isinstance(error, RayTaskError) and isinstance(cause, RayError):
             # What it was given never came to be: whoever was to make it died.
-            self.forget(command.worker)
-            return self._outcomes.input_lost(running, "", short(error))
+            return self._input_lost(running, process, "", short(error))
         if isinstance(error, RayActorError | OutOfMemoryError | RaySystemError):
             return self._gone(running, process, incarnation, short(error))
         if isinstance(cause, WorkerError) and isinstance(command, SyncWeights) and process is not None:
@@ -136,13 +135,23 @@ class InFlight:
         if isinstance(cause, DigenError):
             raise worker_exception(name, describe(command), error)
         if len(self._pool.processes(command.worker)) > 1 and not running.doubted:
-            # Ranks of a trainer fail when one of them dies; the death itself says more, and is heard of in a moment.
+            # The ranks of a crew fail when one of them dies; the death itself says more, and is heard of in a moment.
             running.doubted = True
             self._inbox.after(_DOUBT_S, lambda _: self._still(running, process, incarnation, error))
             return ()
         self._warn(f"{name}-{describe(command)}-{id(running)}", f"{name} failed while doing {describe(command)}:\n{error}")
+        if process is not None and _waited_for(process, command):
+            return self._gone(running, process, incarnation, short(error))
         self.forget(command.worker)
         return self._outcomes.failed(running, f"{name}: {short(error)}")
+
+    def _input_lost(self, running: Running, process: Process | None, lost: str, error: str) -> Sequence[Event]:
+        self.forget(running.command.worker)
+        if process is not None and _waited_for(process, running.command):
+            # A rank that still had the input waits for this one, in the middle of its work. Told next: one thing at a time.
+            incarnation = process.incarnation
+            self._inbox.after(0.0, lambda _: self._pool.lose(process, error) if process.incarnation == incarnation else ())
+        return self._outcomes.input_lost(running, lost, error)
 
     def _still(self, running: Running, process: Process | None, incarnation: int, error: BaseException) -> Sequence[Event]:
         """The error is what it seemed, unless its worker was lost meanwhile."""
@@ -158,6 +167,14 @@ class InFlight:
             self.forget(running.command.worker)
             events.extend(self._outcomes.failed(running, f"{process.rank.name}: {error}"))
         return events
+
+
+def _waited_for(process: Process, command: WorkerCommand) -> bool:
+    """Whether others wait for what this process did not do, so that none of them can be given anything else.
+
+    A trainer's ranks make no version without each other, and end the run with the command.
+    """
+    return isinstance(command, Generate) and process.rank.shard > 1 and "train" not in process.rank.roles
 
 
 def describe(command: WorkerCommand) -> str:

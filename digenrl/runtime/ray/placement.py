@@ -21,6 +21,17 @@ POOL, TRAINER, DRIVER = WorkerId("pool"), WorkerId("trainer"), WorkerId("driver"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """What the ranks of one worker have in common that meet in a group, and so live and die together."""
+
+    size: int
+    shard: int
+    """Neighbouring ranks that hold one network together."""
+    timeout_s: float
+    """Longest wait of one for another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     """One worker process."""
 
@@ -35,6 +46,13 @@ class Rank:
     """Labels that its node must have."""
     where: str
     """Key of the recipe that its resources come from."""
+    crew: Crew | None = None
+    """None where it works without the others of its worker."""
+
+    @property
+    def shard(self) -> int:
+        """Neighbouring ranks that hold one network together with it, itself among them."""
+        return self.crew.shard if self.crew is not None else 1
 
     @property
     def name(self) -> str:
@@ -70,7 +88,15 @@ def _settled(rank: _Draft, share: float) -> Rank:
     """A rank that takes ``share`` of a core where it does not say otherwise."""
     wanted = {name: share if amount is None else amount for name, amount in rank.resources.items()}
     resources = {name: amount for name, amount in wanted.items() if amount}
-    return Rank(worker=rank.worker, index=rank.index, roles=rank.roles, resources=resources, labels=rank.labels, where=rank.where)
+    return Rank(
+        worker=rank.worker,
+        index=rank.index,
+        roles=rank.roles,
+        resources=resources,
+        labels=rank.labels,
+        where=rank.where,
+        crew=rank.crew,
+    )
 
 
 def _emulated(rank: _Draft) -> Rank:
@@ -89,41 +115,51 @@ class _Draft:
     resources: Mapping[str, float | None]
     labels: Mapping[str, str]
     where: str
+    crew: Crew | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """What all ranks of a section of the recipe have in common. where: the section's key."""
+
+    where: str
+    resources: Resources
+    crew: Crew | None
 
 
 def _ranks(recipe: Recipe, *, gpus: bool) -> list[_Draft]:
-    cluster = recipe.cluster
+    cluster, trainer = recipe.cluster, recipe.cluster.trainer
+    crew = Crew(size=trainer.ranks, shard=trainer.shard_size, timeout_s=trainer.timeout_s) if trainer.ranks > 1 else None
+    trains = _Section("cluster.trainer", trainer.resources, crew)
     if cluster.placement == "colocated":
         everything: frozenset[Role] = frozenset({"encode", "generate", "score", "train"})
-        where, resources = "cluster.trainer", cluster.trainer.resources
         # As in a replica, one rank encodes.
-        roles_of = [everything, *[everything - {"encode"}] * (cluster.trainer.ranks - 1)]
-        return [_rank(POOL, i, roles, resources, where, recipe, gpus=gpus) for i, roles in enumerate(roles_of)]
+        roles_of = [everything, *[everything - {"encode"}] * (trainer.ranks - 1)]
+        return [_rank(POOL, i, roles, trains, recipe, gpus=gpus) for i, roles in enumerate(roles_of)]
     ranks: list[_Draft] = []
     scores: tuple[Role, ...] = ("score",) if cluster.scorers.placement == "generator" else ()
     replica = 0
     for number, pool in enumerate(cluster.generators):
+        crew = Crew(size=pool.ranks, shard=pool.shard, timeout_s=pool.timeout_s) if pool.shard > 1 else None
+        section = _Section(f"cluster.generators.{number}", pool.resources, crew)
         for _ in range(pool.replicas):
             for index in range(pool.ranks):
                 # One rank of a replica encodes: conditioning is the same whoever makes it, and text encoders are large.
                 encodes: tuple[Role, ...] = ("encode",) if index == 0 else ()
                 roles: frozenset[Role] = frozenset({"generate", *scores, *encodes})
-                worker, where = WorkerId(f"generator-{replica}"), f"cluster.generators.{number}"
-                ranks.append(_rank(worker, index, roles, pool.resources, where, recipe, gpus=gpus))
+                ranks.append(_rank(WorkerId(f"generator-{replica}"), index, roles, section, recipe, gpus=gpus))
             replica += 1
     if cluster.scorers.placement == "pool":
+        section = _Section("cluster.scorers", cluster.scorers.resources, None)
         for number in range(cluster.scorers.replicas):
-            worker = WorkerId(f"scorer-{number}")
-            ranks.append(_rank(worker, 0, frozenset({"score"}), cluster.scorers.resources, "cluster.scorers", recipe, gpus=gpus))
-    trains: frozenset[Role] = frozenset({"generate", "train"})
-    for index in range(cluster.trainer.ranks):
-        ranks.append(_rank(TRAINER, index, trains, cluster.trainer.resources, "cluster.trainer", recipe, gpus=gpus))
+            ranks.append(_rank(WorkerId(f"scorer-{number}"), 0, frozenset({"score"}), section, recipe, gpus=gpus))
+    for index in range(trainer.ranks):
+        ranks.append(_rank(TRAINER, index, frozenset({"generate", "train"}), trains, recipe, gpus=gpus))
     return ranks
 
 
-def _rank(
-    worker: WorkerId, index: int, roles: frozenset[Role], resources: Resources, where: str, recipe: Recipe, *, gpus: bool
-) -> _Draft:
+def _rank(worker: WorkerId, index: int, roles: frozenset[Role], section: _Section, recipe: Recipe, *, gpus: bool) -> _Draft:
+    resources = section.resources
     per_rank = resources.gpus
     if per_rank is None:
         per_rank = 0.0 if recipe.run.device == "cpu" or not (gpus or recipe.run.device == "cuda") else 1.0
@@ -134,7 +170,8 @@ def _rank(
         roles=roles,
         resources=wanted,
         labels=resources.node_labels,
-        where=f"{where}.resources",
+        where=f"{section.where}.resources",
+        crew=section.crew,
     )
 
 

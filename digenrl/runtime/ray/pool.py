@@ -1,7 +1,8 @@
 """The worker processes of a run: started, called, watched, and started anew when they die.
 
 Results and deaths arrive in one inbox, in the order in which they happened, and are looked at by the driver's thread alone.
-Invariant: what a process that was given up still answers is never seen again.
+Invariants: what a process that was given up still answers is never seen again; the ranks of a crew are given up together and
+started anew together, with a meeting of their own, so that none of them waits for one that is gone.
 """
 
 from __future__ import annotations
@@ -20,69 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from digenrl.config.loader import recipe_from_plain
-from digenrl.config.schema import Recipe, TrainerPool
+from digenrl.config.schema import Recipe
 from digenrl.errors import DigenError, WorkerError
 from digenrl.ids import WorkerId
-from digenrl.runtime.build import Role
+from digenrl.runtime.ray.actor import WorkerActor
 from digenrl.runtime.ray.answers import Hello
-from digenrl.runtime.ray.host import WorkerHost
 from digenrl.runtime.ray.placement import Rank
-from digenrl.runtime.ray.shell import ActorShell, as_actor
-from digenrl.training.group import ALONE, TrainerGroup, join_group
-from digenrl.weight_sync.transport import Address, Listener, open_store
+from digenrl.runtime.ray.shell import as_actor
 
 _STARTS = 5
 """Starts in a row that may fail before a worker is left dead."""
 _RESTART_PAUSE_S = 1.0
-
-
-class WorkerActor(ActorShell):
-    """A WorkerHost as an actor."""
-
-    def __init__(self) -> None:
-        self._listener: Listener | None = None
-
-    def listen(self) -> Address:
-        """Open a socket at which the ranks of a trainer meet; on rank 0, before ``setup``."""
-        self._listener = Listener(str(ray.util.get_node_ip_address()))
-        return self._listener.address
-
-    def setup(
-        self,
-        recipe: dict[str, Any],
-        roles: Sequence[Role],
-        device: str,
-        keep_previous: bool,
-        path: Sequence[str],
-        rank: int,
-        meeting: Address | None,
-    ) -> tuple[Hello, str]:
-        """Load everything. Returns who this is, and its node's address. meeting: of a trainer's ranks, where it has several."""
-        # A user's own rewards are imported from where the driver imports them.
-        sys.path.extend(entry for entry in path if entry not in sys.path)
-        node, plan = str(ray.util.get_node_ip_address()), recipe_from_plain(recipe)
-        group = ALONE
-        if meeting is not None:
-            group = self._join(plan.cluster.trainer, rank, meeting, torch.device(device))
-        self.host = WorkerHost(
-            plan, frozenset(roles), torch.device(device), keep_previous=keep_previous, node_ip=node, group=group
-        )
-        return self.host.hello(), node
-
-    def _join(self, trainer: TrainerPool, rank: int, meeting: Address, device: torch.device) -> TrainerGroup:
-        if meeting.ip.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        # The server of the store lives as long as this process does.
-        store, self._store_server = open_store(self._listener or meeting, timeout_s=trainer.timeout_s)
-        return join_group(
-            store, rank=rank, size=trainer.ranks, shard=trainer.shard_size, device=device, timeout_s=trainer.timeout_s
-        )
 
 
 @dataclass(slots=True)
@@ -142,11 +95,11 @@ class WorkerPool:
         self._keep_previous = keep_previous
         self._processes = [Process(rank) for rank in ranks]
         self._place = {rank.name: place for place, rank in enumerate(ranks)}
-        self._meeting: ObjectRef[Any] | None = None
-        """Where the trainer's ranks meet."""
+        self._meetings: dict[WorkerId, ObjectRef[Any]] = {}
+        """Where the ranks of each crew meet."""
         self._closed = False
         self.on_lost: Callable[[Rank, str], Sequence[Any]] = _no_events
-        """Called when a process is gone; returns events."""
+        """Called with the rank whose loss its worker did not survive; returns events."""
         self.on_back: Callable[[WorkerId], Sequence[Any]] = _no_events
         """Called when all ranks of a worker are up again; returns events."""
 
@@ -214,15 +167,19 @@ class WorkerPool:
         return ()
 
     def lose(self, process: Process, error: str) -> Sequence[Any]:
-        """Give a process up: end it, whatever state it is in, and start it anew. Events of its loss."""
+        """Give a process up, and its crew with it: end them, whatever state they are in, and start them anew.
+
+        Events of the worker's loss, unless another of its ranks was lost before.
+        """
         if not process.up:
             return ()
-        _end(process)
-        process.hello, process.pinged_at = None, None
-        process.incarnation += 1
-        events = self.on_lost(process.rank, error)
+        whole = all(each.up for each in self.processes(process.rank.worker))
+        given_up = self._crew(process)
+        for each in given_up:
+            _give_up(each)
+        events = self.on_lost(process.rank, error) if whole else ()
         if "train" not in process.rank.roles:
-            self._restart(process)
+            self._restart(given_up)
         return events
 
     def close(self) -> None:
@@ -251,39 +208,57 @@ class WorkerPool:
         device = "cuda" if rank.resources.get("GPU") else "cpu"
         path = [str(Path(entry or ".").resolve()) for entry in ("", *sys.path)]
         meeting = None
-        if "train" in rank.roles and self._recipe.cluster.trainer.ranks > 1:
+        if rank.crew is not None:
             if rank.index == 0:
-                self._meeting = process.actor.listen.remote()
-            meeting = self._meeting
+                self._meetings[rank.worker] = process.actor.listen.remote()
+            meeting = self._meetings[rank.worker]
         ref: ObjectRef[Any] = process.actor.setup.remote(
-            self._recipe.to_plain(), sorted(rank.roles), device, self._keep_previous, path, rank.index, meeting
+            self._recipe.to_plain(), sorted(rank.roles), device, self._keep_previous, path, rank.index, rank.crew, meeting
         )
         return ref
 
-    def _restart(self, process: Process) -> None:
+    def _crew(self, process: Process) -> list[Process]:
+        """Who lives and dies with a process, itself among them; in order of rank."""
+        return self.processes(process.rank.worker) if process.rank.crew is not None else [process]
+
+    def _restart(self, crew: Sequence[Process]) -> None:
+        for process in crew:
+            self._start_anew(process, crew)
+
+    def _start_anew(self, process: Process, crew: Sequence[Process]) -> None:
         incarnation = process.incarnation
 
         def loaded(future: Future[Any]) -> Sequence[Any]:
             if self._closed or process.incarnation != incarnation:
                 return ()
-            error = future.exception()
-            if error is not None:
-                process.failed_starts += 1
-                if process.failed_starts < _STARTS:
-                    self._inbox.after(_RESTART_PAUSE_S * process.failed_starts, lambda _: self._again(process, incarnation))
+            if future.exception() is not None:
+                self._failed_to_start(process, crew)
                 return ()
             process.hello, process.node = future.result()
-            process.failed_starts = 0
             self._watch_life(process)
+            if not all(each.up for each in crew):
+                return ()
+            for each in crew:
+                each.failed_starts = 0
             worker = process.rank.worker
             return self.on_back(worker) if all(each.up for each in self.processes(worker)) else ()
 
         self._inbox.watch(self._launch(process), loaded)
 
-    def _again(self, process: Process, incarnation: int) -> Sequence[Any]:
-        if not self._closed and process.incarnation == incarnation:
-            self._restart(process)
-        return ()
+    def _failed_to_start(self, process: Process, crew: Sequence[Process]) -> None:
+        """Start a crew once more, of which a process did not come up, after a while; but not for ever."""
+        for each in crew:
+            _give_up(each)
+            each.failed_starts += 1
+        if process.failed_starts < _STARTS:
+            incarnation = process.incarnation
+
+            def again(_: Future[Any]) -> Sequence[Any]:
+                if not self._closed and process.incarnation == incarnation:
+                    self._restart(crew)
+                return ()
+
+            self._inbox.after(_RESTART_PAUSE_S * process.failed_starts, again)
 
     def _watch_life(self, process: Process) -> None:
         incarnation = process.incarnation
@@ -337,6 +312,13 @@ def short(error: BaseException | None) -> str:
     if isinstance(error, RayActorError):
         return "its process ended"
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _give_up(process: Process) -> None:
+    """End a process; what it was asked before, it never answers."""
+    _end(process)
+    process.hello, process.pinged_at = None, None
+    process.incarnation += 1
 
 
 def _end(process: Process) -> None:

@@ -31,6 +31,33 @@ def test_every_rank_of_every_pool_is_a_process_with_the_parts_that_its_work_need
     assert found[4].roles == found[5].roles == {"generate", "train"}, "a trainer that helps holds neither encoders nor VAE"
 
 
+def test_ranks_that_hold_a_network_together_are_a_crew_and_others_are_not() -> None:
+    found = ranks("cluster.generators=[{ranks: 4, shard: 2, timeout_s: 30}, {ranks: 2}]", "cluster.trainer.ranks=2")
+    crews = {rank.name: rank.crew and (rank.crew.size, rank.crew.shard, rank.crew.timeout_s) for rank in found}
+    assert crews == {
+        **dict.fromkeys(("generator-0", "generator-0.1", "generator-0.2", "generator-0.3"), (4, 2, 30.0)),
+        **dict.fromkeys(("generator-1", "generator-1.1"), None),
+        **dict.fromkeys(("trainer", "trainer.1"), (2, 2, 600.0)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fix"), [("ranks: 3, shard: 2", "shard=3"), ("shard: 2", "shard=1"), ("ranks: 2, shard: 4", "shard=2")]
+)
+def test_a_shard_that_does_not_divide_the_ranks_of_its_pool_is_refused_with_both_numbers(sizes: str, fix: str) -> None:
+    pools = f"cluster.generators=[{{ranks: 2}}, {{{sizes}}}]"
+    with pytest.raises(ConfigError, match=r"cluster\.generators\.1\.shard \(\d\) does not divide .*ranks \(\d\)") as caught:
+        check_recipe(load_recipe(QUICKSTART, ["cluster.placement=disaggregated", pools]))
+    assert caught.value.fix is not None and f"cluster.generators.1.{fix} for one network" in caught.value.fix
+
+
+def test_ranks_that_hold_a_network_together_do_not_share_a_gpu() -> None:
+    pool = "cluster.generators=[{{ranks: 2, shard: {}, resources: {{gpus: 0.5}}}}]"
+    check_recipe(load_recipe(QUICKSTART, ["cluster.placement=disaggregated", pool.format(1)]))
+    with pytest.raises(ConfigError, match=r"shard \(2\) needs whole GPUs, and its ranks take 0\.5 each"):
+        check_recipe(load_recipe(QUICKSTART, ["cluster.placement=disaggregated", pool.format(2)]))
+
+
 def test_scorers_of_their_own_take_scoring_from_the_generators() -> None:
     found = ranks("cluster.scorers={placement: pool, replicas: 2}")
     assert [rank.name for rank in found] == ["generator-0", "scorer-0", "scorer-1", "trainer"]
