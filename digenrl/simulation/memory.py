@@ -2,7 +2,8 @@
 
 What is counted, per rank, as the code has it:
 
-1.  Trained weights are float32, frozen ones the compute type (model.dtype); a generator holds all of them as they travel.
+1.  Trained weights are float32, frozen ones the compute type (model.dtype); a generator holds all of them as they travel, or its
+    share of them where the ranks of a replica hold the network together, trained ones in float32.
     A trainer's are spread over the ranks of a copy (FSDP), and so are gradients (4 bytes), AdamW's moments (8), the average (4),
     and a frozen copy for the KL of full fine-tuning (4).
 2.  Gathered weights: two layers' at once; all of them, and whole gradients, with ``train.accumulate: unsharded``.
@@ -40,7 +41,7 @@ class Holder:
     roles: frozenset[str]
     """Of runtime/build.py: encode, generate, score, train."""
     spread_over: int = 1
-    """Ranks that share one copy of the trainer's weights."""
+    """Ranks that share one copy of the network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +77,9 @@ def holders(recipe: Recipe) -> tuple[Holder, ...]:
     if recipe.cluster.placement == "colocated":
         return (Holder(name="pool", roles=everything, spread_over=trainer.shard_size),)
     scoring = {"score"} if scorers == "generator" else set()
+    shared = min(pool.shard for pool in recipe.cluster.generators)
     found = [
-        Holder(name="generator", roles=frozenset({"encode", "generate"} | scoring)),
+        Holder(name="generator", roles=frozenset({"encode", "generate"} | scoring), spread_over=shared),
         Holder(name="trainer", roles=frozenset({"train", "generate"}), spread_over=trainer.shard_size),
     ]
     return (*found, Holder(name="scorer", roles=frozenset({"score"}))) if scorers == "pool" else tuple(found)
@@ -197,7 +199,10 @@ def _policy(recipe: Recipe, sizes: ModelSizes, holder: Holder, compute: int) -> 
     trained = sizes.transformer if lora is None else sizes.lora_per_rank * lora.rank
     frozen = 0 if lora is None else sizes.transformer
     if "train" not in holder.roles:
-        yield "weights", compute * (frozen + trained)
+        # Shards of trained weights stay float32.
+        yield "weights", (compute * frozen + (compute if shares == 1 else 4) * trained) / shares
+        if shares > 1:
+            yield "gathered", 2 * (compute * frozen + 4 * trained) / sizes.layers
         return
     yield "weights", (compute * frozen + 4 * trained) / shares
     yield "gradients", 4 * trained / (1 if recipe.train.accumulate == "unsharded" else shares)

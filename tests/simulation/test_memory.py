@@ -79,6 +79,16 @@ def test_each_setting_moves_what_it_should(change: str, holder: str, part: str, 
     assert (after > before) if grows else (after < before)
 
 
+def test_a_network_that_is_held_together_is_divided_by_its_ranks() -> None:
+    recipe, sizes = recipe_of(WAN, "cluster.generators=[{ranks: 4, shard: 4}]")
+    lora = recipe.model.lora
+    assert lora is not None
+    generator = memory_of(recipe, sizes, holders(recipe)[0])
+    whole = 2 * sizes.transformer + 4 * sizes.lora_per_rank * lora.rank
+    assert generator.held["weights"] == whole / 4
+    assert generator.held["gathered"] == 2 * whole / sizes.layers
+
+
 def test_tiles_bound_what_decoding_takes_of_large_videos() -> None:
     large = ("rollout.height=720", "rollout.width=1280", "rollout.num_frames=81")
     assert held(WAN, *large, "model.vae_tiling=true")["generator"]["decoding"] < held(WAN, *large)["generator"]["decoding"] / 2
