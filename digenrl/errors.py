@@ -1,7 +1,8 @@
-"""The three kinds of failure a user can meet; each says what happened, why it matters and how to mend it.
+"""The kinds of failure a user can meet; each says what happened, why it matters and how to mend it.
 
-ConfigError: yours to mend (exit code 2). RunFailed: the run cannot go on (exit code 3). ProtocolError: an executor
-reported something that cannot have happened, which is a bug and never a user's mistake.
+ConfigError: yours to mend (exit code 2). RunFailed: the run cannot go on (exit code 3); RewardUnavailable: because a service
+that scores stays away (exit code 4). ProtocolError: an executor reported something that cannot have happened, which is a bug
+and never a user's mistake.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class RunFailed(DigenError):
 
 class WorkerError(RunFailed):
     """A machine or a process failed, not the recipe."""
+
+
+class RewardUnavailable(RunFailed):
+    """A service that scores does not answer, or not as agreed, within its deadline. Exit code 4: try again when it is back."""
 
 
 class ProtocolError(DigenError):

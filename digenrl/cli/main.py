@@ -1,6 +1,7 @@
 """``digenrl``: verbs, exit codes, and how errors are shown.
 
-Exit codes: 0; 2, yours to mend (a recipe, a file, a command line); 3, the run failed.
+Exit codes: 0; 2, yours to mend (a recipe, a file, a command line); 3, the run failed; 4, a service that scores stays away, so
+that the run can go on once it is back.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from digenrl.errors import ConfigError, DigenError
+from digenrl.errors import ConfigError, DigenError, RewardUnavailable
 
-OK, YOURS_TO_MEND, RUN_FAILED = 0, 2, 3
+OK, YOURS_TO_MEND, RUN_FAILED, REWARD_UNAVAILABLE = 0, 2, 3, 4
 
 app = typer.Typer(
     name="digenrl",
@@ -205,6 +206,26 @@ def trace(
     run(file, gantt=gantt, chrome=chrome, utilization=utilization, replay=replay, as_json=as_json)
 
 
+@app.command("reward-serve")
+def reward_serve(
+    source: Annotated[str, typer.Argument(metavar="RECIPE_OR_REWARD", help="A recipe, or a reward: jpeg, my_rewards:Bright.")],
+    overrides: Overrides = None,
+    port: Annotated[int, typer.Option(help="Port; 0: a free one, which is printed.", min=0, max=65535)] = 8300,
+    host: Annotated[str, typer.Option(help="Address to listen at. Beyond this machine, a token is required.")] = "127.0.0.1",
+    token_env: Annotated[
+        str, typer.Option(help="Environment variable that holds the bearer token of those who may ask.")
+    ] = "DIGENRL_REWARD_TOKEN",
+    max_request_mib: Annotated[int, typer.Option(help="Largest request.", min=1, max=65536)] = 256,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; those beyond are told to come again.", min=1)] = 64,
+) -> None:
+    """Score for other machines over HTTP, for rewards of `type: remote`."""
+    from digenrl.cli.reward_serve import run
+    from digenrl.rewards.remote.server import Limits
+
+    limits = Limits(request_bytes=max_request_mib * 2**20, waiting=max_waiting)
+    run(source, overrides or [], host=host, port=port, token_env=token_env, limits=limits)
+
+
 def main() -> None:
     """Entry point: a user's own mistakes are shown without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -214,10 +235,16 @@ def main() -> None:
         app(standalone_mode=True)
     except DigenError as error:
         _show(error)
-        sys.exit(YOURS_TO_MEND if isinstance(error, ConfigError) else RUN_FAILED)
+        sys.exit(_exit_code(error))
     except Exception:
         traceback.print_exc()
         sys.exit(RUN_FAILED)
+
+
+def _exit_code(error: DigenError) -> int:
+    if isinstance(error, ConfigError):
+        return YOURS_TO_MEND
+    return REWARD_UNAVAILABLE if isinstance(error, RewardUnavailable) else RUN_FAILED
 
 
 def _show(error: DigenError) -> None:

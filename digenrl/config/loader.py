@@ -61,6 +61,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe_from_plain(data, source)
 
 
+def load_reward(name: str, overrides: Sequence[str] = ()) -> RewardSpec:
+    """One reward by name, with its settings as ``key=value``. Raises ConfigError with every problem found."""
+    source, problems = Source(file="command line"), list[_Problem]()
+    plain: dict[str, Any] = {"type": name}
+    for override in overrides:
+        apply_override(plain, override, source)
+    nested = _nested(plain, _Component(kind="reward", path=(), own_keys=_OWN_KEYS["reward"]), source, problems)
+    try:
+        reward = RewardSpec.model_validate(nested)
+    except ValidationError as error:
+        problems.extend(_problems(error, (), RewardSpec))
+    if problems:
+        raise _as_config_error(problems, source)
+    return reward if reward.name else reward.model_copy(update={"name": reward.default_name})
+
+
 def recipe_from_plain(data: Mapping[str, Any], source: Source | None = None) -> Recipe:
     """Validate a recipe that is already a plain mapping (``Recipe.to_plain`` gives one)."""
     source = source or Source(file="recipe")

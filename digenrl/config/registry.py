@@ -80,6 +80,12 @@ REWARDS = {
         settings="digenrl.config.settings.rewards:JpegSettings",
         summary="compressibility: minus the size of the image as a JPEG, in kilobytes",
     ),
+    "remote": Registered(
+        component="digenrl.rewards.remote.client:RemoteReward",
+        settings="digenrl.config.settings.remote_rewards:RemoteSettings",
+        summary="another process or machine scores, over HTTP (`digenrl reward-serve`)",
+        media=("image", "video"),
+    ),
 }
 KINDS = {"algorithm": ALGORITHMS, "model": MODELS, "reward": REWARDS}
 

@@ -122,6 +122,11 @@ class RewardSpec(ComponentSpec):
     weight: float = Field(default=1.0, description="Weight in the sum that is trained on.")
     name: str = Field(default="", description="Name in logs; the type when not given.")
 
+    @property
+    def default_name(self) -> str:
+        """The type, of a class of the user's own without its module."""
+        return self.type.rpartition(":")[2]
+
 
 class EmaSection(Section):
     """Moving average of the trained weights, used for evaluation and export."""
@@ -429,7 +434,7 @@ class Recipe(Section):
     def _name_rewards(cls, rewards: tuple[RewardSpec, ...]) -> tuple[RewardSpec, ...]:
         if not rewards:
             raise ValueError("a run needs at least one reward")
-        named = tuple(r if r.name else r.model_copy(update={"name": r.type.rpartition(":")[2]}) for r in rewards)
+        named = tuple(r if r.name else r.model_copy(update={"name": r.default_name}) for r in rewards)
         if len({r.name for r in named}) != len(named):
             raise ValueError("two rewards have the same name; give them different `name`s, which the logs use")
         return named

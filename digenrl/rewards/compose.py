@@ -54,6 +54,11 @@ class WeightedRewards:
             built.append((spec, reward))
         return cls(built)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the rewards, as the logs have them."""
+        return tuple(spec.name for spec, _ in self._rewards)
+
     def score(self, samples: Sequence[RewardSample]) -> Rewards:
         """Score the samples. Raises RunFailed when a reward raises, or answers for other samples than it was given."""
         # A tuple: a reward that sorts its samples in place must not change whose score is whose.
