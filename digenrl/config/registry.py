@@ -80,6 +80,22 @@ REWARDS = {
         settings="digenrl.config.settings.rewards:JpegSettings",
         summary="compressibility: minus the size of the image as a JPEG, in kilobytes",
     ),
+    "brightness": Registered(
+        component="digenrl.rewards.pixels:BrightnessReward",
+        settings="digenrl.config.settings.rewards:BrightnessSettings",
+        summary="mean of all pixel values, from 0 (black) to 1 (white); to try a set-up with",
+    ),
+    "sharpness": Registered(
+        component="digenrl.rewards.pixels:SharpnessReward",
+        settings="digenrl.config.settings.rewards:SharpnessSettings",
+        summary="mean difference of neighbouring pixels' brightness, from 0 (flat) to 1; to try a set-up with",
+    ),
+    "vlm_judge": Registered(
+        component="digenrl.rewards.vlm_judge:VlmJudgeReward",
+        settings="digenrl.config.settings.vlm_judge:VlmJudgeSettings",
+        summary="a vision-language model behind an OpenAI-compatible endpoint gives a number",
+        media=("image", "video"),
+    ),
     "remote": Registered(
         component="digenrl.rewards.remote.client:RemoteReward",
         settings="digenrl.config.settings.remote_rewards:RemoteSettings",

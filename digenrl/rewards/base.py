@@ -65,3 +65,7 @@ class Reward(Protocol):
         None skips the check (the default of user rewards that do not define it).
         """
         ...
+
+    def take_retries(self) -> int:
+        """Requests to a service that were repeated since this was last asked; a reward that asks none need not define it."""
+        ...

@@ -13,7 +13,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
+Q = TypeVar("Q")
 
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 """Statuses after which the same request may be answered."""
@@ -155,6 +157,21 @@ class Service:
             why="A reward that cannot be had is never scored as 0, and without it there is nothing to learn from.",
             fix="Mend or start the service, and go on with `digenrl train --resume RUN`.",
         )
+
+
+def ask_each(questions: Sequence[Q], ask: Callable[[Q, threading.Event], T], *, at_once: int) -> list[T]:
+    """Answers to all questions, in order, a few at a time. The first one that fails ends the others' waiting, and is raised."""
+    if not questions:
+        return []
+    stop = threading.Event()
+    with ThreadPoolExecutor(max_workers=min(at_once, len(questions))) as threads:
+        futures = [threads.submit(ask, question, stop) for question in questions]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        failed = [future for future in done if future.exception() is not None]
+        if failed:
+            stop.set()
+            threads.shutdown(cancel_futures=True)
+        return [future.result() for future in failed or futures]
 
 
 def import_httpx() -> Any:

@@ -259,7 +259,7 @@ def test_a_reward_that_cannot_be_made_is_a_mistake_to_mend_and_not_a_traceback()
         build(CannotBeMade)
 
 
-@pytest.mark.parametrize("name", ["shapes", "jpeg"])
+@pytest.mark.parametrize("name", ["shapes", "jpeg", "brightness", "sharpness"])
 def test_the_built_in_rewards_pass_their_self_tests(name: str, tiny_recipe: Callable[..., Recipe]) -> None:
     recipe = tiny_recipe(rewards=[{"type": name}])
     assert WeightedRewards.from_recipe(recipe.rewards)

@@ -35,3 +35,15 @@ class JpegSettings(BaseModel):
         le=100,
         description="JPEG quality on libjpeg's scale without a unit: 1 is the smallest file, 100 the best picture.",
     )
+
+
+class BrightnessSettings(BaseModel):
+    """``brightness`` has no settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SharpnessSettings(BaseModel):
+    """``sharpness`` has no settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")

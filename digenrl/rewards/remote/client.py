@@ -6,14 +6,13 @@ import os
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 from digenrl.config.settings.remote_rewards import RemoteSettings
 from digenrl.errors import ConfigError, RewardUnavailable
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample, Score
-from digenrl.rewards.http import Endpoint, Service, UnreadableAnswer
+from digenrl.rewards.http import Endpoint, Service, UnreadableAnswer, ask_each
 from digenrl.rewards.remote.wire import SCHEMA, decode_answer, encode_request
 
 
@@ -47,19 +46,10 @@ class RemoteReward:
 
     def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, Score]:
         """What the service says of each sample. Raises RewardUnavailable when it does not."""
-        size, stop = self._settings.samples_per_request, threading.Event()
+        size = self._settings.samples_per_request
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-        scores: dict[SampleId, Score] = {}
-        with ThreadPoolExecutor(max_workers=min(self._settings.max_inflight, len(batches))) as threads:
-            futures = [threads.submit(self._ask, batch, stop) for batch in batches]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = [future for future in done if future.exception() is not None]
-            if failed:
-                stop.set()
-                threads.shutdown(cancel_futures=True)
-            for future in failed or futures:
-                scores.update(future.result())
-        return scores
+        answers = ask_each(batches, self._ask, at_once=self._settings.max_inflight)
+        return {sample: score for answer in answers for sample, score in answer.items()}
 
     def take_retries(self) -> int:
         """See Reward."""

@@ -1,0 +1,166 @@
+"""The reward ``vlm_judge``: a vision-language model looks at each picture and gives a number (chat completions, as OpenAI's API).
+
+Invariants: a score is read strictly or not at all: an answer with no score, two, or one out of range makes its sample invalid
+(NaN) and is counted in the part ``unreadable``; an endpoint that fails stops the run (see http), and is never a score.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from digenrl.config.settings.vlm_judge import PLACEHOLDER, VlmJudgeSettings
+from digenrl.errors import ConfigError, RewardUnavailable
+from digenrl.ids import SampleId
+from digenrl.rewards.base import RewardSample, Score
+from digenrl.rewards.http import Endpoint, Service, UnreadableAnswer, ask_each
+from digenrl.rewards.remote.wire import png_bytes
+
+_FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n\s*```\Z", re.DOTALL)
+
+
+class VlmJudgeReward:
+    """Asks an OpenAI-compatible endpoint, one request for each sample."""
+
+    Settings = VlmJudgeSettings
+    media = ("image", "video")
+
+    def __init__(self, settings: VlmJudgeSettings) -> None:
+        """Raises ConfigError when the endpoint, its key or the model is not there."""
+        self._settings = settings
+        self._service = Service(
+            Endpoint(
+                name="vlm_judge",
+                url=settings.url,
+                timeout_s=settings.timeout_s,
+                deadline_s=settings.deadline_s,
+                headers=_key_header(settings.api_key_env),
+            ),
+            connections=settings.max_inflight,
+        )
+        try:
+            models = self._service.get("/models", _read_models, deadline_s=settings.start_timeout_s)
+        except RewardUnavailable as error:
+            raise ConfigError(
+                error.what,
+                why="The endpoint is asked for its models before anything is generated, so that no work is lost.",
+                fix="Check that url is the base of an OpenAI-compatible API (it usually ends with /v1), that it runs, and "
+                "api_key_env.",
+            ) from error
+        if settings.model not in models:
+            raise ConfigError(
+                f"The endpoint {settings.url} has no model {settings.model!r}.",
+                why=f"It lists: {', '.join(models[:10]) or 'none'}.",
+                fix="Set model to one of these.",
+            )
+
+    def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, Score]:
+        """The judge's number for each sample. Raises RewardUnavailable when the endpoint does not answer."""
+
+        def ask(sample: RewardSample, stop: Any) -> Score:
+            text = self._service.post("/chat/completions", self._request(sample), _read_content, stop)
+            value = read_score(text, self._settings)
+            return Score(value=value, parts={"unreadable": float(math.isnan(value))})
+
+        scores = ask_each(samples, ask, at_once=self._settings.max_inflight)
+        return {sample.id: score for sample, score in zip(samples, scores, strict=True)}
+
+    def take_retries(self) -> int:
+        """See Reward."""
+        return self._service.take_retries()
+
+    def _request(self, sample: RewardSample) -> bytes:
+        settings = self._settings
+        pictures = [
+            {"type": "image_url", "image_url": {"url": _data_url(frame)}} for frame in spread(sample.frames, settings.num_frames)
+        ]
+        # Not str.format: templates show JSON, which is full of braces.
+        question = {"type": "text", "text": settings.template.replace(PLACEHOLDER, sample.prompt)}
+        messages: list[dict[str, object]] = [{"role": "user", "content": [*pictures, question]}]
+        if settings.system:
+            messages.insert(0, {"role": "system", "content": settings.system})
+        plain = {
+            "model": settings.model,
+            "messages": messages,
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+        }
+        return json.dumps(plain).encode()
+
+
+def read_score(text: str, settings: VlmJudgeSettings) -> float:
+    """The number that an answer gives; NaN where it gives none, more than one, or one out of range."""
+    value = (
+        _by_key(text, settings.score_key or "score") if settings.score_regex is None else _by_regex(text, settings.score_regex)
+    )
+    return value if settings.minimum <= value <= settings.maximum else math.nan
+
+
+def spread(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """At most ``count`` frames [n, H, W, 3] of [F, H, W, 3], evenly spread; the middle one if it is to be one."""
+    if count == 1:
+        return frames[len(frames) // 2 : len(frames) // 2 + 1]
+    return frames[sorted({round(place) for place in np.linspace(0, len(frames) - 1, count)})]
+
+
+def _by_key(text: str, key: str) -> float:
+    text = text.strip()
+    fenced = _FENCE.match(text)
+    try:
+        plain = json.loads(fenced[1] if fenced else text)
+        value = plain.get(key) if isinstance(plain, dict) else None
+        return math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except (ValueError, OverflowError, RecursionError):
+        return math.nan
+
+
+def _by_regex(text: str, pattern: str) -> float:
+    found = re.findall(pattern, text)
+    try:
+        return float(found[0]) if len(found) == 1 else math.nan
+    except ValueError:
+        return math.nan
+
+
+def _data_url(image: NDArray[np.uint8]) -> str:
+    return "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode("ascii")
+
+
+def _key_header(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ConfigError(
+            f"The environment variable {variable} holds no key.",
+            why="vlm_judge.api_key_env names it as the place of the endpoint's key.",
+            fix=f"export {variable}=..., on every machine that scores; or leave api_key_env out if none is needed.",
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _read_models(plain: Any) -> list[str]:
+    entries = plain.get("data") if isinstance(plain, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(each, dict) and isinstance(each.get("id"), str) for each in entries):
+        raise UnreadableAnswer("no list of models, as an OpenAI-compatible endpoint has it")
+    return [each["id"] for each in entries]
+
+
+def _read_content(plain: Any) -> str:
+    try:
+        content = plain["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise UnreadableAnswer("no choices[0].message.content") from error
+    if content is None:
+        return ""  # a refusal: no score
+    if not isinstance(content, str):
+        raise UnreadableAnswer("a message whose content is not a text")
+    return content

@@ -1,0 +1,20 @@
+"""A judge behind HTTP, asked by the generators of a disaggregated run, trains the weights of the same reward in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rewards.judge import Judge
+from tests.rewards.services import serving
+from tests.runtime.ray.conftest import DISAGGREGATED, TrainSmall
+
+
+@pytest.mark.slow
+def test_a_judge_over_http_trains_the_weights_of_the_same_reward_in_process(train_small: TrainSmall, ray_session: None) -> None:
+    here = train_small("here", "rewards=[{type: brightness}]")
+    judge = Judge()
+    with serving(judge) as url:
+        reward = f"rewards=[{{type: vlm_judge, url: '{url}/v1', model: tiny-vl, maximum: 1}}]"
+        there = train_small("there", *DISAGGREGATED, reward)
+    assert len(judge.requests) == 3 * 6 * 4
+    assert there["digests"] == here["digests"]
