@@ -19,7 +19,7 @@ from digenrl.metrics.console import RunConsole
 from digenrl.metrics.guards import warnings_of
 from digenrl.metrics.log import MetricsLog
 from digenrl.metrics.video import filmstrips
-from digenrl.rewards.compose import Rewards
+from digenrl.rewards.compose import Effort, Rewards
 from digenrl.runtime.ledger import StepRecord
 from digenrl.runtime.run_folder import RunFolder
 from digenrl.workers.evaluator import Evaluation
@@ -181,6 +181,11 @@ def _reward_metrics(record: StepRecord[Any, Any]) -> dict[str, float]:
         values = np.concatenate([pieces[index] for index in sorted(pieces)])
         values = values[np.isfinite(values)]
         metrics[f"reward/{name}"] = float(values.mean()) if values.size else math.nan
+    for name, efforts in record.efforts.items():
+        effort = sum(efforts.values(), Effort())
+        metrics[f"timing_s/reward/{name}"] = effort.seconds
+        metrics[f"invalid_samples/{name}"] = float(effort.invalid)
+        metrics[f"retries/{name}"] = float(effort.retries)
     return metrics
 
 
