@@ -15,8 +15,9 @@ from digenrl.config.checks import MIXED_LENGTHS, check_recipe, mixes_prompt_leng
 from digenrl.config.loader import load_recipe
 from digenrl.config.model_folder import ModelFolder
 from digenrl.config.schema import Recipe
-from digenrl.data.prompts import load_prompts
+from digenrl.data.prompts import Prompt, load_prompts
 from digenrl.data.sampler import PromptSampler
+from digenrl.errors import ConfigError
 from digenrl.scheduling.micro_batches import cut_into_micro_batches, idle_share, spread_over_ranks
 from digenrl.scheduling.settings import stale_quota
 from digenrl.simulation.memory import check_memory, holders, memory_lines, memory_of
@@ -80,11 +81,13 @@ def inspect(recipe: Recipe) -> Inspection:
         seed=recipe.run.seed,
         stratify_by=recipe.data.stratify_by,
     )
+    _check_prompts(recipe, "data.prompts", loaded.prompts)
     warnings = list(sampler.warnings)
     if loaded.blank_lines:
         warnings.append(f"{loaded.blank_lines} blank lines of {recipe.data.prompts} are skipped")
     if recipe.eval is not None:
         held_out = load_prompts(resolve(recipe.eval.prompts, where="eval.prompts")).prompts
+        _check_prompts(recipe, "eval.prompts", held_out)
         both = {prompt.text for prompt in held_out} & {prompt.text for prompt in loaded.prompts}
         if both:
             warnings.append(f"{len(both)} prompts of eval.prompts are also trained on, for example {min(both)!r}")
@@ -98,6 +101,21 @@ def inspect(recipe: Recipe) -> Inspection:
         warnings.append(f"{MIXED_LENGTHS} Ratios are not exactly 1 at first; use schedule.groups_per_micro_batch=1")
     warnings += schedule_warnings(recipe)
     return Inspection(folder=folder, prompts=len(loaded.prompts), warnings=tuple(warnings))
+
+
+def _check_prompts(recipe: Recipe, key: str, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for a prompt that a reward cannot score, as its settings' ``check_prompt`` says it."""
+    for reward in recipe.rewards:
+        check = getattr(reward.settings, "check_prompt", None)
+        wrong = [(prompt.text, check(prompt.text, prompt.metadata)) for prompt in prompts] if check is not None else []
+        wrong = [(text, complaint) for text, complaint in wrong if complaint is not None]
+        if wrong:
+            text, complaint = wrong[0]
+            raise ConfigError(
+                f"{key}: the reward {reward.name!r} cannot score {text[:80]!r}: {complaint}.",
+                why=f"Samples of {len(wrong)} of {len(prompts)} prompts would be invalid.",
+                fix="Take these prompts out of the file, mend them, or use another reward.",
+            )
 
 
 def schedule_warnings(recipe: Recipe) -> Iterator[str]:

@@ -22,6 +22,7 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
     if check is not None:
         check(recipe)
     _check_sizes(recipe)
+    _check_rewards(recipe)
     _check_schedule(recipe)
     _check_generators(recipe)
     _check_trainer(recipe)
@@ -56,10 +57,27 @@ def _check_sizes(recipe: Recipe) -> None:
             why="Each update takes micro-batches of its own.",
             fix=f"Use at most {micro_batches}, or fewer groups in a micro-batch (schedule.groups_per_micro_batch).",
         )
-    if all(reward.weight == 0 for reward in recipe.rewards):
+
+
+def _check_rewards(recipe: Recipe) -> None:
+    weights = [reward.weight for reward in recipe.rewards]
+    if all(weight == 0 for weight in weights):
         raise ConfigError(
             "All weights in rewards are 0.", why="Every sample would have the same reward.", fix="Give one a weight of 1."
         )
+    if sum(weights) == 0:
+        raise ConfigError(
+            f"The weights in rewards ({', '.join(f'{weight:g}' for weight in weights)}) sum to 0.",
+            why="What is good by one reward would be as bad by the others, so that a sample that all like is worth nothing.",
+            fix="Let the weights sum to something else; a small change of one is enough where this is meant.",
+        )
+    for index, reward in enumerate(recipe.rewards):
+        if not reward.required and reward.weight != 0:
+            raise ConfigError(
+                f"rewards.{index}: required: false needs weight: 0, and the weight of {reward.name!r} is {reward.weight:g}.",
+                why="Samples of a group would be compared by different sums, those without this reward and those with it.",
+                fix=f"Set rewards.{index}.weight=0 to watch it alone, or rewards.{index}.required=true.",
+            )
 
 
 def _check_schedule(recipe: Recipe) -> None:

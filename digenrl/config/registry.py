@@ -100,6 +100,21 @@ REWARDS = {
         settings="digenrl.config.settings.rewards:SharpnessSettings",
         summary="mean difference of neighbouring pixels' brightness, from 0 (flat) to 1; to try a set-up with",
     ),
+    "clip_score": Registered(
+        component="digenrl.rewards.clip:ClipScoreReward",
+        settings="digenrl.config.settings.clip:ClipSettings",
+        summary="100 times the cosine of image and prompt in the space of a CLIP model",
+    ),
+    "pickscore": Registered(
+        component="digenrl.rewards.clip:PickScoreReward",
+        settings="digenrl.config.settings.clip:PickScoreSettings",
+        summary="what people would pick, as PickScore has learned it",
+    ),
+    "ocr": Registered(
+        component="digenrl.rewards.ocr:OcrReward",
+        settings="digenrl.config.settings.ocr:OcrSettings",
+        summary="share of the text in the prompt's double quotes that can be read in the image",
+    ),
     "vlm_judge": Registered(
         component="digenrl.rewards.vlm_judge:VlmJudgeReward",
         settings="digenrl.config.settings.vlm_judge:VlmJudgeSettings",

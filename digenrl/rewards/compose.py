@@ -1,10 +1,16 @@
-"""Several rewards as one number per sample: a weighted sum, with every answer checked against its sample's id."""
+"""Several rewards as one number per sample: a weighted sum, with every answer checked against its sample's id.
+
+Each score is cut to the reward's ``clip`` and brought to size by its ``normalize`` before it enters the sum; what is logged of a
+reward is the score itself.
+"""
 
 from __future__ import annotations
 
+import math
 import numbers
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +24,22 @@ from digenrl.rewards.base import Reward, RewardSample, Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """What the scores of one reward took."""
+
+    seconds: float = 0.0
+    invalid: int = 0
+    """Samples that it was asked for and has no finite score of."""
+    retries: int = 0
+    """Requests to a service that were repeated."""
+
+    def __add__(self, other: Effort) -> Effort:
+        return Effort(
+            seconds=self.seconds + other.seconds, invalid=self.invalid + other.invalid, retries=self.retries + other.retries
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
     """Rewards of B samples, in the order of the samples given."""
 
@@ -25,6 +47,8 @@ class Rewards:
     """[B], the weighted sum; NaN where any reward is not finite."""
     parts: Mapping[str, NDArray[np.float64]]
     """``<reward>`` and ``<reward>/<part>`` -> [B]."""
+    efforts: Mapping[str, Effort] = field(default_factory=dict)
+    """By reward."""
 
 
 def join_rewards(parts: Sequence[Rewards]) -> Rewards:
@@ -34,6 +58,10 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
         totals=np.concatenate([part.totals for part in parts]),
         parts={
             name: np.concatenate([part.parts.get(name, np.full(len(part.totals), np.nan)) for part in parts]) for name in names
+        },
+        efforts={
+            name: sum((part.efforts[name] for part in parts if name in part.efforts), Effort())
+            for name in dict.fromkeys(name for part in parts for name in part.efforts)
         },
     )
 
@@ -65,16 +93,47 @@ class WeightedRewards:
         samples = tuple(samples)
         totals = np.zeros(len(samples))
         parts: dict[str, NDArray[np.float64]] = {}
+        efforts: dict[str, Effort] = {}
         for spec, reward in self._rewards:
-            scores = _scores(spec.name, reward, samples) if samples else []
+            began = time.perf_counter()
+            scores = _scores_or_none(spec, reward, samples)
             values = np.array([score.value for score in scores], dtype=np.float64)
+            efforts[spec.name] = Effort(
+                seconds=time.perf_counter() - began, invalid=int((~np.isfinite(values)).sum()), retries=_retries(reward)
+            )
             parts[spec.name] = values
             for part in {name: None for score in scores for name in score.parts}:
                 parts[f"{spec.name}/{part}"] = np.array([s.parts.get(part, np.nan) for s in scores], dtype=np.float64)
-            with np.errstate(invalid="ignore"):
-                totals += spec.weight * values
+            if spec.required:
+                with np.errstate(invalid="ignore"):
+                    totals += spec.weight * _sized(spec, values)
         totals[~np.isfinite(totals)] = np.nan
-        return Rewards(totals=totals, parts=parts)
+        return Rewards(totals=totals, parts=parts, efforts=efforts)
+
+
+def _sized(spec: RewardSpec, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """As they enter the sum; an infinity stays one, so that no bound makes a number of it."""
+    if spec.clip is not None:
+        values = np.where(np.isfinite(values), np.clip(values, *spec.clip), values)
+    return (values - spec.normalize.mean) / spec.normalize.std
+
+
+def _scores_or_none(spec: RewardSpec, reward: Reward, samples: Sequence[RewardSample]) -> list[Score]:
+    """One score per sample; NaN for all where a reward that is not required fails."""
+    try:
+        size = spec.batch_size or max(1, len(samples))
+        return [
+            score for start in range(0, len(samples), size) for score in _scores(spec.name, reward, samples[start : start + size])
+        ]
+    except RunFailed:
+        if spec.required:
+            raise
+        return [Score(value=math.nan)] * len(samples)
+
+
+def _retries(reward: Reward) -> int:
+    take = getattr(reward, "take_retries", None)
+    return take() if take is not None else 0
 
 
 def _build(spec: RewardSpec, reward_class: Callable[[BaseModel], Reward]) -> Reward:

@@ -19,7 +19,7 @@ from digenrl.metrics.console import RunConsole
 from digenrl.metrics.guards import warnings_of
 from digenrl.metrics.log import MetricsLog
 from digenrl.metrics.video import filmstrips
-from digenrl.rewards.compose import Rewards
+from digenrl.rewards.compose import Effort, Rewards
 from digenrl.runtime.ledger import StepRecord
 from digenrl.runtime.run_folder import RunFolder
 from digenrl.training.start_gate import start_gate_of
@@ -185,6 +185,11 @@ def _reward_metrics(record: StepRecord[Any, Any], weights: Mapping[str, float]) 
         metrics[f"reward/{name}"] = float(values.mean()) if values.size else math.nan
         if name in weights:
             metrics[f"reward_weighted/{name}"] = weights[name] * metrics[f"reward/{name}"]
+    for name, efforts in record.efforts.items():
+        effort = sum(efforts.values(), Effort())
+        metrics[f"timing_s/reward/{name}"] = effort.seconds
+        metrics[f"invalid_samples/{name}"] = float(effort.invalid)
+        metrics[f"retries/{name}"] = float(effort.retries)
     return metrics
 
 

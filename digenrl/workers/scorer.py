@@ -7,7 +7,7 @@ reward, and its sample is invalid; the pixels that are scored are the pixels tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -55,7 +55,8 @@ class Scorer:
         scored = self._rewards.score(shown)
         return ScoredBatch(
             images=images,
-            rewards=Rewards(
+            rewards=replace(
+                scored,
                 totals=_spread(scored.totals, finite),
                 parts={name: _spread(values, finite) for name, values in scored.parts.items()},
             ),

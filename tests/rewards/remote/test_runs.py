@@ -92,7 +92,9 @@ def test_a_sample_that_the_service_cannot_score_is_invalid_and_counted(tmp_path:
     with serving(FaultyServer([value(None)])) as url:
         run(tmp_path / "there", remote(url), "train.steps=1")
     row = read_metrics(tmp_path / "there" / "metrics.jsonl")[0]
-    assert row["invalid_samples"] == 1
+    assert row["invalid_samples"] == row["invalid_samples/remote"] == 1
+    assert row["retries/remote"] == 0
+    assert row["timing_s/reward/remote"] > 0
     assert row["reward_mean"] < 0
 
 

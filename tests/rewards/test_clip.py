@@ -1,0 +1,109 @@
+"""Rewards of a CLIP model: a tiny one with random weights, its formula worked out anew, and its preparation by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from digenrl.config.loader import load_reward
+from digenrl.errors import ConfigError
+from digenrl.rewards.base import RewardSample
+from digenrl.rewards.clip import Preparation
+from digenrl.rewards.compose import WeightedRewards
+from tests.rewards.services import ROOT, pictures
+
+SAMPLES = pictures(5, size=40)
+SCALE = 3.25
+CONFIG = {
+    "crop_size": {"height": 32, "width": 32},
+    "size": {"shortest_edge": 32},
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.25, 0.5, 0.2],
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import CLIPConfig, CLIPModel
+
+    folder = tmp_path_factory.mktemp("clip")
+    shutil.copytree(ROOT / "digenrl" / "assets" / "shapes" / "model" / "tokenizer", folder, dirs_exist_ok=True)
+    (folder / "preprocessor_config.json").write_text(json.dumps(CONFIG))
+    vocabulary = len(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"])
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config={**small, "vocab_size": vocabulary, "max_position_embeddings": 16, "eos_token_id": vocabulary - 1},
+        vision_config={**small, "image_size": 32, "patch_size": 8},
+        projection_dim=24,
+        logit_scale_init_value=SCALE,
+    )
+    torch.manual_seed(0)
+    CLIPModel(config).eval().save_pretrained(folder)
+    return folder
+
+
+def rewards(name: str, folder: Path, *more: str) -> WeightedRewards:
+    changes = [f"path={folder}", "device=cpu", "self_test=false", "tokenizer_path=null", *more]
+    return WeightedRewards.from_recipe([load_reward(name, changes)])
+
+
+def cosine(folder: Path, sample: RewardSample) -> float:
+    """One sample alone, by transformers' own forward pass of the whole model."""
+    from transformers import AutoTokenizer, CLIPModel
+
+    text = AutoTokenizer.from_pretrained(folder)([sample.prompt], padding="max_length", max_length=16, return_tensors="pt")
+    pixels = Preparation.from_json(json.dumps(CONFIG)).pixels(sample.image)[None]
+    model: Any = CLIPModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return float(model(**text, pixel_values=pixels).logits_per_image[0, 0] / np.exp(SCALE))
+
+
+def test_the_scores_are_those_of_the_papers_formulas(tiny_clip: Path) -> None:
+    picked = rewards("pickscore", tiny_clip).score(SAMPLES).totals
+    clip = rewards("clip_score", tiny_clip).score(SAMPLES).totals
+    wanted = np.array([cosine(tiny_clip, sample) for sample in SAMPLES])
+    np.testing.assert_allclose(picked, np.exp(SCALE) * wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(clip, 100 * np.maximum(wanted, 0), rtol=1e-5, atol=1e-4)
+    assert picked.std() > 0
+
+
+def test_a_score_does_not_depend_on_the_samples_beside_it(tiny_clip: Path) -> None:
+    reward = rewards("pickscore", tiny_clip, "forward_batch_size=4")
+    together = reward.score(SAMPLES).totals
+    assert [reward.score([sample]).totals[0] for sample in SAMPLES] == together.tolist()
+
+
+def test_prompt_and_image_both_count(tiny_clip: Path) -> None:
+    reward = rewards("pickscore", tiny_clip)
+    first, second = reward.score([SAMPLES[0], replace(SAMPLES[0], id=SAMPLES[1].id, prompt="two blue squares")]).totals
+    assert first != second
+
+
+def test_pixels_are_cut_at_the_centre_and_normalized() -> None:
+    image = np.zeros((32, 64, 3), dtype=np.uint8)
+    image[:, 16:48] = (255, 102, 51)
+    pixels = Preparation.from_json(json.dumps(CONFIG)).pixels(image)
+    assert pixels.shape == (3, 32, 32)
+    for channel, value in enumerate(((1 - 0.5) / 0.25, (0.4 - 0.4) / 0.5, (0.2 - 0.3) / 0.2)):
+        np.testing.assert_allclose(pixels[channel].numpy(), value, atol=1e-6)
+    old = {**CONFIG, "crop_size": 32, "size": 32}
+    assert torch.equal(Preparation.from_json(json.dumps(old)).pixels(image), pixels)
+    tall = Preparation.from_json(json.dumps(CONFIG)).pixels(np.full((130, 70, 3), 255, dtype=np.uint8))
+    np.testing.assert_allclose(tall[0].numpy(), 2, atol=1e-6)
+
+
+def test_weights_that_are_not_there_are_refused_and_the_error_says_what_to_fetch(tiny_clip: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rewards("pickscore", Path("nobody/no-such-clip"))
+    assert "hf download nobody/no-such-clip" in caught.value.fix
+    shutil.copytree(tiny_clip, tmp_path / "clip")
+    (tmp_path / "clip" / "model.safetensors").rename(tmp_path / "clip" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        rewards("clip_score", tmp_path / "clip")
