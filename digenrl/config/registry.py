@@ -110,6 +110,16 @@ REWARDS = {
         settings="digenrl.config.settings.clip:PickScoreSettings",
         summary="what people would pick, as PickScore has learned it",
     ),
+    "hpsv2": Registered(
+        component="digenrl.rewards.hpsv2:HpsV2Reward",
+        settings="digenrl.config.settings.hpsv2:HpsV2Settings",
+        summary="what people would prefer, as Human Preference Score 2.1 has learned it",
+    ),
+    "aesthetic": Registered(
+        component="digenrl.rewards.aesthetic:AestheticReward",
+        settings="digenrl.config.settings.aesthetic:AestheticSettings",
+        summary="how beautiful people would find the image, from 1 to 10 (LAION aesthetic predictor, version 2)",
+    ),
     "ocr": Registered(
         component="digenrl.rewards.ocr:OcrReward",
         settings="digenrl.config.settings.ocr:OcrSettings",
