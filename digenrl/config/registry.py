@@ -131,6 +131,12 @@ REWARDS = {
         summary="a vision-language model behind an OpenAI-compatible endpoint gives a number",
         media=("image", "video"),
     ),
+    "vlm_judge_local": Registered(
+        component="digenrl.rewards.vlm_judge_local:VlmJudgeLocalReward",
+        settings="digenrl.config.settings.vlm_judge_local:VlmJudgeLocalSettings",
+        summary="a vision-language model of the Qwen family, in the scorer's own process, gives a number",
+        media=("image", "video"),
+    ),
     "remote": Registered(
         component="digenrl.rewards.remote.client:RemoteReward",
         settings="digenrl.config.settings.remote_rewards:RemoteSettings",

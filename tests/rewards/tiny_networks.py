@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from digenrl.testing.tiny_text import qwen_tokenizer, strengthened
 from tests.rewards.services import ROOT
 
 TOKENIZER = ROOT / "digenrl" / "assets" / "shapes" / "model" / "tokenizer"
@@ -61,3 +63,71 @@ def head_by_hand(head: dict[str, Tensor], value: Tensor) -> float:
     for place in HEAD_PLACES:
         value = head[f"layers.{place}.weight"].double() @ value + head[f"layers.{place}.bias"].double()
     return float(value)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant{{ '\\n' }}"
+)
+
+
+def make_qwen_vl(folder: Path, family: str, *, words: Sequence[str] = ()) -> Any:
+    """A model of qwen2_vl, qwen2_5_vl or qwen3_vl with its tokenizer and its picture processor.
+
+    words: tokens beside the single bytes; where there are some, the model's likeliest token is one of them.
+    """
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = qwen_tokenizer()
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *marks]})
+    tokenizer.add_tokens(list(words))
+    tokenizer.pad_token = "<|endoftext|>"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    # Qwen3-VL's patches have 16 pixels, those of the others 14.
+    patch = 16 if family == "qwen3_vl" else 14
+    size = {"shortest_edge": 4 * patch * patch, "longest_edge": 64 * patch * patch}
+    Qwen2VLImageProcessorPil(patch_size=patch, size=size).save_pretrained(folder)
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        "max_position_embeddings": 4096,
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {"depth": 2, "patch_size": patch, "num_heads": 2}
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 32, "hidden_size": 32}
+    else:
+        vision |= {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
+        vision |= {"deepstack_visual_indexes": [0]} if family == "qwen3_vl" else {"fullatt_block_indexes": [1]}
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
+    ids = dict(
+        zip(
+            ["vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"],
+            tokenizer.convert_tokens_to_ids(marks),
+            strict=True,
+        )
+    )
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **ids)
+    torch.manual_seed(0)
+    model = strengthened(getattr(transformers, f"{name}ForConditionalGeneration")(config)).eval()
+    if words:
+        with torch.no_grad():
+            said = torch.zeros(len(tokenizer), 1)
+            said[tokenizer.convert_tokens_to_ids(list(words))] = 1
+            model.lm_head.weight.mul_(said)
+    model.save_pretrained(folder)
+    return model
