@@ -120,6 +120,11 @@ REWARDS = {
         settings="digenrl.config.settings.aesthetic:AestheticSettings",
         summary="how beautiful people would find the image, from 1 to 10 (LAION aesthetic predictor, version 2)",
     ),
+    "image_reward": Registered(
+        component="digenrl.rewards.image_reward:ImageRewardReward",
+        settings="digenrl.config.settings.image_reward:ImageRewardSettings",
+        summary="how people would rank the image for its prompt, standardised (ImageReward 1.0)",
+    ),
     "ocr": Registered(
         component="digenrl.rewards.ocr:OcrReward",
         settings="digenrl.config.settings.ocr:OcrSettings",
