@@ -130,6 +130,11 @@ REWARDS = {
         settings="digenrl.config.settings.ocr:OcrSettings",
         summary="share of the text in the prompt's double quotes that can be read in the image",
     ),
+    "geneval": Registered(
+        component="digenrl.rewards.geneval.reward:GenEvalReward",
+        settings="digenrl.config.settings.geneval:GenEvalSettings",
+        summary="a detector checks the objects that a GenEval prompt asks for: number, colours, places",
+    ),
     "vlm_judge": Registered(
         component="digenrl.rewards.vlm_judge:VlmJudgeReward",
         settings="digenrl.config.settings.vlm_judge:VlmJudgeSettings",

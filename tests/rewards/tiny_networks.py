@@ -131,3 +131,53 @@ def make_qwen_vl(folder: Path, family: str, *, words: Sequence[str] = ()) -> Any
             model.lm_head.weight.mul_(said)
     model.save_pretrained(folder)
     return model
+
+
+def make_detector(folder: Path, family: str, *, classes: Sequence[str] = ("person", "stop sign", "remote")) -> None:
+    """A Mask2Former or a DETR of 5 queries, with its picture processor."""
+    from transformers import (
+        DetrConfig,
+        DetrForObjectDetection,
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+        ResNetConfig,
+        SwinConfig,
+    )
+    from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
+    from transformers.models.mask2former.image_processing_pil_mask2former import Mask2FormerImageProcessorPil
+
+    names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+    small = {"encoder_layers": 1, "decoder_layers": 2, "num_queries": 5}
+    size = {"height": 64, "width": 64}
+    torch.manual_seed(0)
+    if family == "mask2former":
+        stages = [f"stage{number}" for number in range(1, 5)]
+        tiny = {"embed_dim": 8, "depths": [1] * 4, "num_heads": [1] * 4, "window_size": 2, "out_features": stages}
+        widths = {"feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "encoder_feedforward_dim": 16}
+        config = Mask2FormerConfig(
+            backbone_config=SwinConfig(image_size=32, **tiny),
+            num_attention_heads=2,
+            dim_feedforward=16,
+            **widths,
+            **small,
+            **names,
+        )
+        strengthened(Mask2FormerForUniversalSegmentation(config)).eval().save_pretrained(folder)
+        Mask2FormerImageProcessorPil(size=size).save_pretrained(folder)
+        return
+    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, out_features=["stage4"])
+    config = DetrConfig(
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        d_model=16,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        **small,
+        **names,
+    )
+    strengthened(DetrForObjectDetection(config)).eval().save_pretrained(folder)
+    DetrImageProcessorPil(size=size).save_pretrained(folder)
