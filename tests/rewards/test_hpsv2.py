@@ -20,6 +20,7 @@ from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample
 from digenrl.rewards.compose import WeightedRewards
 from digenrl.rewards.hpsv2 import clip_from_open_clip, whole_image
+from digenrl.testing import check_reward
 from tests.rewards.services import pictures
 from tests.rewards.tiny_networks import TOKENIZER
 
@@ -75,6 +76,12 @@ def test_a_score_does_not_depend_on_the_samples_beside_it(tmp_path: Path) -> Non
     made = reward(tmp_path / "hps.safetensors", "forward_batch_size=4")
     many = pictures(6, size=40)
     assert [made.score([sample]).totals[0] for sample in many] == made.score(many).totals.tolist()
+
+
+def test_it_keeps_the_contract_of_rewards(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "hps.safetensors")
+    given = [f"path={tmp_path / 'hps.safetensors'}", f"tokenizer_path={TOKENIZER}", "device=cpu", "self_test=false"]
+    check_reward("hpsv2", given)
 
 
 class Bomb:
