@@ -49,6 +49,14 @@ class ClipScoreReward:
         """A drawn circle must beat noise."""
         return _circle_and_noise() if self._tests else None
 
+    def to_device(self) -> None:
+        """See Reward."""
+        self._clip.to_device()
+
+    def to_cpu(self) -> None:
+        """See Reward."""
+        self._clip.to_cpu()
+
 
 class PickScoreReward:
     """What people would pick, in the units of the paper."""
@@ -68,6 +76,14 @@ class PickScoreReward:
     def self_test(self) -> tuple[Sequence[RewardSample], Sequence[RewardSample]] | None:
         """A drawn circle must beat noise."""
         return _circle_and_noise() if self._tests else None
+
+    def to_device(self) -> None:
+        """See Reward."""
+        self._clip.to_device()
+
+    def to_cpu(self) -> None:
+        """See Reward."""
+        self._clip.to_cpu()
 
 
 class Clip:
@@ -95,6 +111,16 @@ class Clip:
         self._model: Any = model.eval().requires_grad_(False).to(self._device)
         self.scale = float(model.logit_scale.detach().exp())
         """exp(logit_scale)."""
+
+    def to_device(self) -> None:
+        """Bring the network to where it runs."""
+        self._model.to(self._device)
+
+    def to_cpu(self) -> None:
+        """Take the network away from there, and give its memory back."""
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def cosines(self, images: Sequence[NDArray[np.uint8]], prompts: Sequence[str]) -> list[float]:

@@ -22,7 +22,7 @@ from digenrl.errors import ConfigError, RewardUnavailable
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample, Score
 from digenrl.rewards.http import Endpoint, Service, UnreadableAnswer, ask_each
-from digenrl.rewards.remote.wire import png_bytes
+from digenrl.rewards.remote.media import png_bytes
 
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n\s*```\Z", re.DOTALL)
 

@@ -107,3 +107,9 @@ def test_weights_that_are_not_there_are_refused_and_the_error_says_what_to_fetch
     (tmp_path / "clip" / "model.safetensors").rename(tmp_path / "clip" / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         rewards("clip_score", tmp_path / "clip")
+
+
+@pytest.mark.parametrize("name", ["clip_score", "pickscore"])
+def test_an_offloaded_model_scores_as_one_that_stays(name: str, tiny_clip: Path) -> None:
+    there = rewards(name, tiny_clip).score(SAMPLES).totals.tolist()
+    assert rewards(name, tiny_clip, "offload=true").score(SAMPLES).totals.tolist() == there
