@@ -21,7 +21,6 @@ from digenrl.config.settings.remote_rewards import RemoteSettings
 from digenrl.data.prompts import Prompt, load_prompts
 from digenrl.data.sampler import PromptSampler
 from digenrl.errors import ConfigError
-from digenrl.rewards.remote.client import ask_what_is_served
 from digenrl.scheduling.micro_batches import cut_into_micro_batches, idle_share, spread_over_ranks
 from digenrl.scheduling.settings import stale_quota
 from digenrl.simulation.memory import check_memory, holders, memory_lines, memory_of
@@ -138,6 +137,8 @@ def service_warnings(recipe: Recipe) -> Iterator[str]:
         for index, reward in enumerate(rewards):
             if not isinstance(reward.settings, RemoteSettings):
                 continue
+            from digenrl.rewards.remote.client import ask_what_is_served  # imports numpy, which others need not wait for
+
             served = ask_what_is_served(reward.settings, within_s=_SERVICE_S)
             if served is None:
                 yield f"{key}.{index}: no reward service answers at {reward.settings.url} from here; a run asks it at its start"
