@@ -110,15 +110,41 @@ REWARDS = {
         settings="digenrl.config.settings.clip:PickScoreSettings",
         summary="what people would pick, as PickScore has learned it",
     ),
+    "hpsv2": Registered(
+        component="digenrl.rewards.hpsv2:HpsV2Reward",
+        settings="digenrl.config.settings.hpsv2:HpsV2Settings",
+        summary="what people would prefer, as Human Preference Score 2.1 has learned it",
+    ),
+    "aesthetic": Registered(
+        component="digenrl.rewards.aesthetic:AestheticReward",
+        settings="digenrl.config.settings.aesthetic:AestheticSettings",
+        summary="how beautiful people would find the image, from 1 to 10 (LAION aesthetic predictor, version 2)",
+    ),
+    "image_reward": Registered(
+        component="digenrl.rewards.image_reward:ImageRewardReward",
+        settings="digenrl.config.settings.image_reward:ImageRewardSettings",
+        summary="how people would rank the image for its prompt, standardised (ImageReward 1.0)",
+    ),
     "ocr": Registered(
         component="digenrl.rewards.ocr:OcrReward",
         settings="digenrl.config.settings.ocr:OcrSettings",
         summary="share of the text in the prompt's double quotes that can be read in the image",
     ),
+    "geneval": Registered(
+        component="digenrl.rewards.geneval.reward:GenEvalReward",
+        settings="digenrl.config.settings.geneval:GenEvalSettings",
+        summary="a detector checks the objects that a GenEval prompt asks for: number, colours, places",
+    ),
     "vlm_judge": Registered(
         component="digenrl.rewards.vlm_judge:VlmJudgeReward",
         settings="digenrl.config.settings.vlm_judge:VlmJudgeSettings",
         summary="a vision-language model behind an OpenAI-compatible endpoint gives a number",
+        media=("image", "video"),
+    ),
+    "vlm_judge_local": Registered(
+        component="digenrl.rewards.vlm_judge_local:VlmJudgeLocalReward",
+        settings="digenrl.config.settings.vlm_judge_local:VlmJudgeLocalSettings",
+        summary="a vision-language model of the Qwen family, in the scorer's own process, gives a number",
         media=("image", "video"),
     ),
     "remote": Registered(

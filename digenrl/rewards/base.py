@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,12 +73,8 @@ class Reward(Protocol):
         """Requests to a service that were repeated since this was last asked; a reward that asks none need not define it."""
         ...
 
-    def to_device(self) -> None:
-        """Bring the network to the device that it runs on: called before scoring where the recipe says ``offload: true``."""
-        ...
-
-    def to_cpu(self) -> None:
-        """Take it away from there again."""
+    def to(self, device: Any) -> None:
+        """Move the network to a torch device: to its own before scoring, and to the CPU after, where it is offloaded."""
         ...
 
 

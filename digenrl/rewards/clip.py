@@ -10,7 +10,7 @@ says. Invariant: a score does not depend on which other samples are scored besid
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image
 from torch import Tensor
 
 from digenrl.config.settings.clip import ClipSettings, PickScoreSettings
+from digenrl.config.settings.neural import NeuralSettings
 from digenrl.diffusion.batching import row_batches
-from digenrl.errors import ConfigError
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample
+from digenrl.rewards.neural import device_of, reading
+from digenrl.rewards.self_test import GoodAndBad, circle_and_noise
 
 _CONFIG = "preprocessor_config.json"
+Pixels = Callable[[NDArray[np.uint8]], Tensor]
+"""An image [H, W, 3] as a network's input, [3, side, side] float32."""
 
 
 class ClipScoreReward:
@@ -37,25 +41,20 @@ class ClipScoreReward:
 
     def __init__(self, settings: ClipSettings) -> None:
         """Raises ConfigError where the weights are not there."""
-        self._clip = Clip(settings)
+        self._clip = Clip.load(settings.path, settings.tokenizer_path, settings)
         self._tests = settings.self_test
 
     def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, float]:
         """One number for each image."""
-        cosines = self._clip.cosines([s.image for s in samples], [s.prompt for s in samples])
-        return {sample.id: 100 * max(cosine, 0.0) for sample, cosine in zip(samples, cosines, strict=True)}
+        return {sample.id: 100 * max(cosine, 0.0) for sample, cosine in zip(samples, self._clip.cosines(samples), strict=True)}
 
-    def self_test(self) -> tuple[Sequence[RewardSample], Sequence[RewardSample]] | None:
+    def self_test(self) -> GoodAndBad | None:
         """A drawn circle must beat noise."""
-        return _circle_and_noise() if self._tests else None
+        return circle_and_noise() if self._tests else None
 
-    def to_device(self) -> None:
-        """See Reward."""
-        self._clip.to_device()
-
-    def to_cpu(self) -> None:
-        """See Reward."""
-        self._clip.to_cpu()
+    def to(self, device: torch.device | str) -> None:
+        """Move the network."""
+        self._clip.to(device)
 
 
 class PickScoreReward:
@@ -65,84 +64,97 @@ class PickScoreReward:
 
     def __init__(self, settings: PickScoreSettings) -> None:
         """Raises ConfigError where the weights are not there."""
-        self._clip = Clip(settings)
+        self._clip = Clip.load(settings.path, settings.tokenizer_path, settings)
         self._tests = settings.self_test
 
     def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, float]:
         """One number for each image."""
-        cosines = self._clip.cosines([s.image for s in samples], [s.prompt for s in samples])
+        cosines = self._clip.cosines(samples)
         return {sample.id: self._clip.scale * cosine for sample, cosine in zip(samples, cosines, strict=True)}
 
-    def self_test(self) -> tuple[Sequence[RewardSample], Sequence[RewardSample]] | None:
+    def self_test(self) -> GoodAndBad | None:
         """A drawn circle must beat noise."""
-        return _circle_and_noise() if self._tests else None
+        return circle_and_noise() if self._tests else None
 
-    def to_device(self) -> None:
-        """See Reward."""
-        self._clip.to_device()
-
-    def to_cpu(self) -> None:
-        """See Reward."""
-        self._clip.to_cpu()
+    def to(self, device: torch.device | str) -> None:
+        """Move the network."""
+        self._clip.to(device)
 
 
 class Clip:
     """A CLIP model with its tokenizer, in float32."""
 
-    def __init__(self, settings: ClipSettings) -> None:
+    def __init__(self, model: Any, tokenizer: Any, pixels: Pixels, settings: NeuralSettings) -> None:
+        """model: transformers' CLIPModel. tokenizer: None where only images are embedded."""
+        self._model = model.eval().requires_grad_(False)
+        self._tokenizer = tokenizer
+        self._pixels = pixels
+        self._size = settings.forward_batch_size
+        self.to(device_of(settings.device))
+
+    @classmethod
+    def load(cls, path: str, beside: str | None, settings: NeuralSettings) -> Clip:
+        """From a folder or the hub. beside: where tokenizer and preprocessor_config.json are, if not there too."""
         from transformers import AutoTokenizer, CLIPModel
 
-        device = settings.device
-        self._device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        self._size = settings.forward_batch_size
-        beside = settings.tokenizer_path or settings.path
-        try:
+        beside = beside or path
+        with reading(
+            f"The CLIP model {path!r} (tokenizer: {beside!r})",
+            needs="It needs config.json, model.safetensors, a tokenizer and preprocessor_config.json; a hub id, a network.",
+            fix=f"Fetch it where there is a network (hf download {path} --local-dir FOLDER), and set path=FOLDER"
+            f"{f' and tokenizer_path to a folder with {beside}' if beside != path else ''}.",
+        ):
             # Never the .bin of an old repository, which is a pickle.
-            model = CLIPModel.from_pretrained(settings.path, use_safetensors=True, dtype=torch.float32)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(beside)
-            self._preparation = Preparation.from_json(_config_file(beside).read_text(encoding="utf-8"))
-        except Exception as error:  # the hub's client, tokenizers and safetensors each raise classes of their own
-            raise ConfigError(
-                f"The CLIP model {settings.path!r} (tokenizer: {beside!r}) cannot be loaded: {type(error).__name__}: {error}",
-                why="It needs config.json, model.safetensors, a tokenizer and preprocessor_config.json; a hub id, a network.",
-                fix=f"Fetch it where there is a network (hf download {settings.path} --local-dir FOLDER), and set path=FOLDER"
-                f"{f' and tokenizer_path to a folder with {beside}' if beside != settings.path else ''}.",
-            ) from error
-        self._model: Any = model.eval().requires_grad_(False).to(self._device)
-        self.scale = float(model.logit_scale.detach().exp())
-        """exp(logit_scale)."""
+            model = CLIPModel.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(beside)
+            preparation = Preparation.from_json(_config_file(beside).read_text(encoding="utf-8"))
+        return cls(model, tokenizer, preparation.pixels, settings)
 
-    def to_device(self) -> None:
-        """Bring the network to where it runs."""
+    @property
+    def scale(self) -> float:
+        """exp(logit_scale)."""
+        return float(self._model.logit_scale.exp())
+
+    @property
+    def width(self) -> int:
+        """Length of an embedding."""
+        return int(self._model.config.projection_dim)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the network; it is asked where it is."""
+        self._device = torch.device(device)
         self._model.to(self._device)
 
-    def to_cpu(self) -> None:
-        """Take the network away from there, and give its memory back."""
-        self._model.to("cpu")
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+    def cosines(self, samples: Sequence[RewardSample]) -> list[float]:
+        """Of each image and its prompt."""
+        images = self.image_embeddings([sample.image for sample in samples])
+        return (images * self.text_embeddings([sample.prompt for sample in samples])).sum(-1).double().tolist()
 
     @torch.no_grad()
-    def cosines(self, images: Sequence[NDArray[np.uint8]], prompts: Sequence[str]) -> list[float]:
-        """Of each image [H, W, 3] and its prompt."""
+    def image_embeddings(self, images: Sequence[NDArray[np.uint8]]) -> Tensor:
+        """[B, width] of length 1, for B images [H, W, 3], on the CPU."""
         found: list[Tensor] = []
         for batch in row_batches(len(images), self._size):
-            rows = batch.rows.tolist()
-            pixels = torch.stack([self._preparation.pixels(images[row]) for row in rows])
+            pixels = torch.stack([self._pixels(images[row]) for row in batch.rows.tolist()]).to(self._device)
+            seen = self._model.visual_projection(self._model.vision_model(pixel_values=pixels).pooler_output)
+            found.append(torch.nn.functional.normalize(seen, dim=-1)[: batch.count].cpu())
+        return torch.cat(found)
+
+    @torch.no_grad()
+    def text_embeddings(self, prompts: Sequence[str]) -> Tensor:
+        """[B, width] of length 1, for B prompts, on the CPU."""
+        found: list[Tensor] = []
+        for batch in row_batches(len(prompts), self._size):
             text = self._tokenizer(
-                [prompts[row] for row in rows],
+                [prompts[row] for row in batch.rows.tolist()],
                 padding="max_length",
                 truncation=True,
                 max_length=self._model.config.text_config.max_position_embeddings,
                 return_tensors="pt",
-            )
-            seen = self._model.visual_projection(self._model.vision_model(pixel_values=pixels.to(self._device)).pooler_output)
-            read = self._model.text_model(
-                input_ids=text["input_ids"].to(self._device), attention_mask=text["attention_mask"].to(self._device)
-            ).pooler_output
-            read = self._model.text_projection(read)
-            found.append(torch.nn.functional.cosine_similarity(seen, read)[: batch.count].double().cpu())
-        return torch.cat(found).tolist()
+            ).to(self._device)
+            read = self._model.text_model(input_ids=text["input_ids"], attention_mask=text["attention_mask"]).pooler_output
+            found.append(torch.nn.functional.normalize(self._model.text_projection(read), dim=-1)[: batch.count].cpu())
+        return torch.cat(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,14 +198,3 @@ def _config_file(path: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(path, _CONFIG))
-
-
-def _circle_and_noise() -> tuple[Sequence[RewardSample], Sequence[RewardSample]]:
-    page = Image.new("RGB", (256, 256), "white")
-    ImageDraw.Draw(page).ellipse((64, 64, 192, 192), fill="red")
-    noise = np.random.default_rng(0).integers(0, 256, size=(256, 256, 3), dtype=np.uint8)
-    good, bad = (
-        RewardSample(id=SampleId(0, 0, n), prompt="a red circle on a white background", metadata={}, image=image)
-        for n, image in enumerate((np.array(page), noise))
-    )
-    return [good], [bad]

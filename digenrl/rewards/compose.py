@@ -178,7 +178,9 @@ def _on_its_device(spec: RewardSpec, reward: Any) -> Iterator[None]:
     if not spec.offload:
         yield
         return
-    reward.to_device()
+    from digenrl.rewards.neural import device_of  # needs torch, which this file does not
+
+    reward.to(device_of(getattr(spec.settings, "device", "auto")))
     try:
         yield
     finally:
@@ -187,14 +189,14 @@ def _on_its_device(spec: RewardSpec, reward: Any) -> Iterator[None]:
 
 def _put_away(spec: RewardSpec, reward: Any) -> None:
     if spec.offload:
-        reward.to_cpu()
+        reward.to("cpu")
 
 
 def _check_offload(spec: RewardSpec, reward: AnyReward, key: str) -> None:
-    if spec.offload and not (hasattr(reward, "to_device") and hasattr(reward, "to_cpu")):
+    if spec.offload and not hasattr(reward, "to"):
         raise ConfigError(
             f"{key}: {spec.name} has nothing to offload.",
-            why="It has no network here, or does not say how to move it (methods to_device and to_cpu).",
+            why="It has no network here, or does not say how to move it (a method `to(device)`).",
             fix=f"Set {key}=false.",
         )
 

@@ -13,39 +13,21 @@ import pytest
 import torch
 
 from digenrl.config.loader import load_reward
+from digenrl.config.settings.clip import PickScoreSettings
 from digenrl.errors import ConfigError
 from digenrl.rewards.base import RewardSample
-from digenrl.rewards.clip import Preparation
+from digenrl.rewards.clip import PickScoreReward, Preparation
 from digenrl.rewards.compose import WeightedRewards
-from tests.rewards.services import ROOT, pictures
+from tests.rewards.services import pictures
+from tests.rewards.tiny_networks import CLIP_CONFIG, CLIP_SCALE, make_clip
 
 SAMPLES = pictures(5, size=40)
-SCALE = 3.25
-CONFIG = {
-    "crop_size": {"height": 32, "width": 32},
-    "size": {"shortest_edge": 32},
-    "image_mean": [0.5, 0.4, 0.3],
-    "image_std": [0.25, 0.5, 0.2],
-}
 
 
 @pytest.fixture(scope="module")
 def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import CLIPConfig, CLIPModel
-
     folder = tmp_path_factory.mktemp("clip")
-    shutil.copytree(ROOT / "digenrl" / "assets" / "shapes" / "model" / "tokenizer", folder, dirs_exist_ok=True)
-    (folder / "preprocessor_config.json").write_text(json.dumps(CONFIG))
-    vocabulary = len(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"])
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = CLIPConfig(
-        text_config={**small, "vocab_size": vocabulary, "max_position_embeddings": 16, "eos_token_id": vocabulary - 1},
-        vision_config={**small, "image_size": 32, "patch_size": 8},
-        projection_dim=24,
-        logit_scale_init_value=SCALE,
-    )
-    torch.manual_seed(0)
-    CLIPModel(config).eval().save_pretrained(folder)
+    make_clip(folder)
     return folder
 
 
@@ -59,17 +41,17 @@ def cosine(folder: Path, sample: RewardSample) -> float:
     from transformers import AutoTokenizer, CLIPModel
 
     text = AutoTokenizer.from_pretrained(folder)([sample.prompt], padding="max_length", max_length=16, return_tensors="pt")
-    pixels = Preparation.from_json(json.dumps(CONFIG)).pixels(sample.image)[None]
+    pixels = Preparation.from_json(json.dumps(CLIP_CONFIG)).pixels(sample.image)[None]
     model: Any = CLIPModel.from_pretrained(folder).eval()
     with torch.no_grad():
-        return float(model(**text, pixel_values=pixels).logits_per_image[0, 0] / np.exp(SCALE))
+        return float(model(**text, pixel_values=pixels).logits_per_image[0, 0] / np.exp(CLIP_SCALE))
 
 
 def test_the_scores_are_those_of_the_papers_formulas(tiny_clip: Path) -> None:
     picked = rewards("pickscore", tiny_clip).score(SAMPLES).totals
     clip = rewards("clip_score", tiny_clip).score(SAMPLES).totals
     wanted = np.array([cosine(tiny_clip, sample) for sample in SAMPLES])
-    np.testing.assert_allclose(picked, np.exp(SCALE) * wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(picked, np.exp(CLIP_SCALE) * wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(clip, 100 * np.maximum(wanted, 0), rtol=1e-5, atol=1e-4)
     assert picked.std() > 0
 
@@ -89,13 +71,13 @@ def test_prompt_and_image_both_count(tiny_clip: Path) -> None:
 def test_pixels_are_cut_at_the_centre_and_normalized() -> None:
     image = np.zeros((32, 64, 3), dtype=np.uint8)
     image[:, 16:48] = (255, 102, 51)
-    pixels = Preparation.from_json(json.dumps(CONFIG)).pixels(image)
+    pixels = Preparation.from_json(json.dumps(CLIP_CONFIG)).pixels(image)
     assert pixels.shape == (3, 32, 32)
     for channel, value in enumerate(((1 - 0.5) / 0.25, (0.4 - 0.4) / 0.5, (0.2 - 0.3) / 0.2)):
         np.testing.assert_allclose(pixels[channel].numpy(), value, atol=1e-6)
-    old = {**CONFIG, "crop_size": 32, "size": 32}
+    old = {**CLIP_CONFIG, "crop_size": 32, "size": 32}
     assert torch.equal(Preparation.from_json(json.dumps(old)).pixels(image), pixels)
-    tall = Preparation.from_json(json.dumps(CONFIG)).pixels(np.full((130, 70, 3), 255, dtype=np.uint8))
+    tall = Preparation.from_json(json.dumps(CLIP_CONFIG)).pixels(np.full((130, 70, 3), 255, dtype=np.uint8))
     np.testing.assert_allclose(tall[0].numpy(), 2, atol=1e-6)
 
 
@@ -113,3 +95,10 @@ def test_weights_that_are_not_there_are_refused_and_the_error_says_what_to_fetch
 def test_an_offloaded_model_scores_as_one_that_stays(name: str, tiny_clip: Path) -> None:
     there = rewards(name, tiny_clip).score(SAMPLES).totals.tolist()
     assert rewards(name, tiny_clip, "offload=true").score(SAMPLES).totals.tolist() == there
+
+
+def test_the_network_is_asked_where_it_was_moved_to(tiny_clip: Path) -> None:
+    reward = PickScoreReward(PickScoreSettings(path=str(tiny_clip), tokenizer_path=None, device="cpu"))
+    reward.to("meta")
+    with pytest.raises(NotImplementedError, match="meta"):
+        reward.score(SAMPLES)

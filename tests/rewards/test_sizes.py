@@ -41,7 +41,8 @@ class Gives:
 
 
 def score(*rewards: tuple[dict[str, Any], Gives]) -> Rewards:
-    specs = [(RewardSpec(type="x", settings=Section(), **{"name": f"r{n}", **keys}), r) for n, (keys, r) in enumerate(rewards)]
+    given = {"type": "x", "settings": Section()}
+    specs = [(RewardSpec(**{**given, "name": f"r{n}", **keys}), r) for n, (keys, r) in enumerate(rewards)]
     return WeightedRewards(specs).score(SAMPLES)
 
 
@@ -112,6 +113,10 @@ def test_the_keys_of_a_reward_survive_being_written_and_read(tiny_recipe: Recipe
     assert {key: plain[key] for key in given} == given
 
 
+class OnMeta(Section):
+    device: str = "meta"
+
+
 class OnLoan:
     """A reward with a network that is somewhere."""
 
@@ -119,11 +124,8 @@ class OnLoan:
         self._error = error
         self.told: list[str] = []
 
-    def to_device(self) -> None:
-        self.told.append("to device")
-
-    def to_cpu(self) -> None:
-        self.told.append("to cpu")
+    def to(self, device: Any) -> None:
+        self.told.append(f"to {device}")
 
     def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, float]:
         self.told.append(f"score {len(samples)}")
@@ -134,8 +136,8 @@ class OnLoan:
 
 def test_an_offloaded_reward_is_on_its_device_only_while_it_scores() -> None:
     first, second = OnLoan(), OnLoan()
-    score(({"offload": True, "batch_size": 3}, first), ({}, second))  # type: ignore[arg-type]
-    assert first.told == ["to device", "score 3", "score 2", "to cpu"]
+    score(({"offload": True, "batch_size": 3, "settings": OnMeta()}, first), ({}, second))  # type: ignore[arg-type]
+    assert first.told == ["to meta", "score 3", "score 2", "to cpu"]
     assert second.told == ["score 5"]
 
 

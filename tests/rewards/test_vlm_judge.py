@@ -11,7 +11,8 @@ import pytest
 from digenrl.config.loader import load_reward
 from digenrl.config.settings.vlm_judge import VlmJudgeSettings
 from digenrl.errors import ConfigError, RewardUnavailable
-from digenrl.rewards.vlm_judge import VlmJudgeReward, read_score
+from digenrl.rewards.answers import read_score
+from digenrl.rewards.vlm_judge import VlmJudgeReward
 from tests.rewards.judge import Judge
 from tests.rewards.services import Reply, pictures, serving
 

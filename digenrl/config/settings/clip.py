@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from digenrl.config.settings.neural import NeuralSettings
 
 
-class ClipSettings(BaseModel):
-    """Which weights are used, and where they run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ClipSettings(NeuralSettings):
+    """Which weights are used."""
 
     path: str = Field(
         default="openai/clip-vit-large-patch14",
@@ -19,18 +19,6 @@ class ClipSettings(BaseModel):
         default=None,
         min_length=1,
         description="Folder or hub id of its tokenizer and preprocessor_config.json; path if not given.",
-    )
-    device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto (a GPU if there is one), cpu, cuda or cuda:N."
-    )
-    forward_batch_size: int = Field(
-        default=8,
-        ge=1,
-        le=4096,
-        description="Images in one forward pass; short batches are padded to it, so that numbers repeat.",
-    )
-    self_test: bool = Field(
-        default=True, description="Check at the start that a drawn circle beats noise; false for models that are not trained."
     )
 
 
