@@ -29,4 +29,9 @@ def run(kind: str, file: str, out: str) -> None:
         raise ConfigError(
             f"Cannot write {str(target)!r}: {error.strerror}.", fix="Name a new file in a folder that is there."
         ) from error
-    print(f"{len(load_prompts(target).prompts)} prompts in {target}")
+    try:
+        count = len(load_prompts(target).prompts)
+    except ConfigError:
+        target.unlink()  # a prompt that no prompt file may hold; the message has said which
+        raise
+    print(f"{count} prompts in {target}")

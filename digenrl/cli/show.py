@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from digenrl.config.registry import KINDS, settings_class
-from digenrl.config.schema import ComponentSpec, Recipe
+from digenrl.config.schema import Recipe
+from digenrl.config.section import ComponentSpec
 from digenrl.errors import ConfigError
 
 

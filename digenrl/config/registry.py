@@ -19,7 +19,7 @@ from digenrl.errors import ConfigError
 
 Medium = Literal["image", "video"]
 """What a model makes and a reward looks at."""
-_MEDIA: tuple[Medium, ...] = get_args(Medium)
+MEDIA: tuple[Medium, ...] = get_args(Medium)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,13 +191,18 @@ def media_of(kind: str, name: str, *, where: str) -> tuple[Medium, ...]:
         return registered.media
     own = _import_own(name, where=where)
     media: object = getattr(own, "media", ("image",))
-    if not isinstance(media, tuple) or not media or not set(media) <= set(_MEDIA):
+    if not isinstance(media, tuple) or not media or not set(media) <= set(MEDIA):
         raise ConfigError(
             f"{where}: {name} has media = {media!r}.",
             why=f"It says what the {kind} can handle.",
             fix='Use media = ("image",), ("video",) or ("image", "video").',
         )
     return media
+
+
+def compares_groups(name: str, *, where: str) -> bool:
+    """Whether a reward is asked for all samples of a prompt at once: it has ``score_group``, which no built-in one has."""
+    return _registered("reward", name, where=where) is None and hasattr(_import_own(name, where=where), "score_group")
 
 
 def component_class(kind: str, name: str, *, where: str) -> Any:

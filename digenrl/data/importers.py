@@ -2,8 +2,9 @@
 
 What each format is taken to be: flow_grpo and flow_factory, a txt file with a prompt a line or a jsonl file with `prompt`;
 dance_grpo, such a txt file, or the JSON list that its preprocessing writes, with `caption`; verl, a parquet file with a chat in
-`prompt` and `reward_model.ground_truth`. All further fields are kept for the rewards, but those that name precomputed
-embeddings. Invariant: no prompt is dropped or changed in silence; what cannot be taken over is an error with its line.
+`prompt` (and in `negative_prompt`) and with `reward_model.ground_truth`. All further fields are kept for the rewards, but the
+names of files with precomputed embeddings (.pt). Invariant: no prompt is dropped or changed in silence; what cannot be taken
+over is an error with its line.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def _dance_grpo(path: Path) -> Iterator[Row]:
         caption = item.get("caption") if isinstance(item, dict) else None
         if not isinstance(caption, str):
             raise _no_prompt(path, number, "caption")
-        # Embeddings of one text encoder: prompts are encoded anew here.
-        rest = {key: value for key, value in item.items() if key != "caption" and not key.endswith("_path")}
-        yield {"prompt": caption, **rest}
+        # Embeddings of one text encoder, in fields with and without a _path: prompts are encoded anew here.
+        rest = {key: value for key, value in item.items() if not (isinstance(value, str) and value.endswith(".pt"))}
+        yield {"prompt": rest.pop("caption"), **rest}
 
 
 def _verl(path: Path) -> Iterator[Row]:
@@ -73,7 +74,8 @@ def _verl(path: Path) -> Iterator[Row]:
             raise _no_prompt(path, number, "prompt")
         model = row.pop("reward_model", None) or {}
         truth = {"ground_truth": model["ground_truth"]} if model.get("ground_truth") is not None else {}
-        yield {"prompt": prompt, **_without_nulls(row), **truth}
+        negative = _last_user_text(row.pop("negative_prompt", None))
+        yield {"prompt": prompt, **({"negative_prompt": negative} if negative else {}), **_without_nulls(row), **truth}
 
 
 def _last_user_text(chat: object) -> str | None:

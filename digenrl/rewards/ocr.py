@@ -35,7 +35,7 @@ class OcrReward:
                 fix='pip install "digenrl[ocr]", on every machine that scores; its weights come with it.',
             ) from error
         self._settings = settings
-        self._reader: Any = RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1)
+        self._reader: Any = RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1, det_limit_side_len=settings.detection_side)
 
     def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, Score]:
         """One score for each image, with the part ``exact``: is the text right to the letter?"""
@@ -74,7 +74,7 @@ def likeness(target: str, read: str, match: Literal["whole", "within"]) -> float
     return 1 - min(distance, len(target)) / len(target)
 
 
-def rendered(text: str, *, height: int = 64, width: int = 256, size: int = 40) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def rendered(text: str, *, height: int = 192, width: int = 192, size: int = 40) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """A page [height, width, 3] with a line of text in Pillow's own font."""
     page = Image.new("RGB", (width, height), "white")
     ImageDraw.Draw(page).text((12, (height - size) // 2), text, fill="black", font=ImageFont.load_default(size=size))

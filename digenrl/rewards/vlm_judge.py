@@ -22,7 +22,7 @@ from digenrl.ids import SampleId
 from digenrl.rewards.answers import read_score, spread
 from digenrl.rewards.base import RewardSample, Score
 from digenrl.rewards.http import Endpoint, Service, UnreadableAnswer, ask_each
-from digenrl.rewards.remote.wire import png_bytes
+from digenrl.rewards.remote.media import png_bytes
 
 
 class VlmJudgeReward:

@@ -43,6 +43,11 @@ class Scorer:
         self._rewards = rewards
         self._forward_batch_size = forward_batch_size
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a reward has to see all samples of a prompt at once."""
+        return self._rewards.needs.compares_groups
+
     def score(self, samples: Sequence[SampleId], prompts: Sequence[Prompt], final_latents: Tensor) -> ScoredBatch:
         """Score B samples. prompts: one per sample. final_latents: [B, *latent]."""
         images, finite = self._decode(final_latents)

@@ -42,9 +42,10 @@ def test_jsonl_keeps_its_fields(kind: str, tmp_path: Path) -> None:
 
 
 def test_captions_of_dance_grpo_lose_their_embeddings_alone(tmp_path: Path) -> None:
-    rows = [{"prompt_embed_path": "0.pt", "prompt_attention_mask": "0.pt", "caption": "a cat", "length": 1}]
+    embeddings = ("prompt_embed_path", "pooled_prompt_embeds_path", "prompt_attention_mask", "text_ids", "latent_path")
+    rows = [{**dict.fromkeys(embeddings, "0.pt"), "caption": "a cat", "length": 1, "image_path": "cat.png"}]
     file = write(tmp_path / "videos2caption.json", json.dumps(rows))
-    assert imported("dance_grpo", file) == [("a cat", {"prompt_attention_mask": "0.pt", "length": 1})]
+    assert imported("dance_grpo", file) == [("a cat", {"length": 1, "image_path": "cat.png"})]
 
 
 def test_chats_of_verl_become_prompts_with_their_ground_truth(tmp_path: Path) -> None:
@@ -55,6 +56,7 @@ def test_chats_of_verl_become_prompts_with_their_ground_truth(tmp_path: Path) ->
         {
             "data_source": "ocr",
             "prompt": [{"role": "system", "content": "draw"}, {"role": "user", "content": "a sign"}],
+            "negative_prompt": [{"role": "user", "content": "blurry"}],
             "reward_model": {"style": "rule", "ground_truth": "OPEN"},
             "extra_info": {"index": 3},
         },
@@ -65,6 +67,7 @@ def test_chats_of_verl_become_prompts_with_their_ground_truth(tmp_path: Path) ->
         ("a sign", {"data_source": "ocr", "extra_info": {"index": 3}, "ground_truth": "OPEN"}),
         ("a cat", {"data_source": "ocr"}),
     ]
+    assert [prompt.negative for prompt in load_prompts(tmp_path / "out.jsonl").prompts] == ["blurry", ""]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,7 @@ def test_chats_of_verl_become_prompts_with_their_ground_truth(tmp_path: Path) ->
         ("dance_grpo", "x.json", "[]", "holds no prompts"),
         ("flow_grpo", "x.jsonl", '{"text": "a"}', "has no `prompt`"),
         ("flow_gpo", "x.txt", "a", "no format 'flow_gpo'"),
+        ("dance_grpo", "x.json", '[{"caption": "a"}, {"caption": "\\u0000"}]', "out.jsonl:2: the prompt holds a NUL"),
     ],
 )
 def test_a_file_that_is_none_of_its_format_is_refused(kind: str, name: str, text: str, detail: str, tmp_path: Path) -> None:

@@ -91,6 +91,12 @@ def test_weights_that_are_not_there_are_refused_and_the_error_says_what_to_fetch
         rewards("clip_score", tmp_path / "clip")
 
 
+@pytest.mark.parametrize("name", ["clip_score", "pickscore"])
+def test_an_offloaded_model_scores_as_one_that_stays(name: str, tiny_clip: Path) -> None:
+    there = rewards(name, tiny_clip).score(SAMPLES).totals.tolist()
+    assert rewards(name, tiny_clip, "offload=true").score(SAMPLES).totals.tolist() == there
+
+
 def test_the_network_is_asked_where_it_was_moved_to(tiny_clip: Path) -> None:
     reward = PickScoreReward(PickScoreSettings(path=str(tiny_clip), tokenizer_path=None, device="cpu"))
     reward.to("meta")

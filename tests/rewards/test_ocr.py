@@ -25,12 +25,12 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def ocr() -> WeightedRewards:
-    return WeightedRewards.from_recipe([load_reward("ocr")])
+    return WeightedRewards.from_recipe([load_reward("ocr", ["detection_side=128"])])
 
 
 def page(text: str, number: int) -> np.ndarray:
     """Sizes from 20 to 39 pixels, noise from none to strong."""
-    clean = rendered(text, size=20 + number, width=240)
+    clean = rendered(text, size=20 + number, width=240, height=64)
     noise = np.random.default_rng(number).normal(0, 2.5 * number, clean.shape)
     return np.clip(clean + noise, 0, 255).astype(np.uint8)
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from digenrl.config.checks import check_recipe
-from digenrl.config.schema import RewardSpec, Section
+from digenrl.config.loader import load_reward
+from digenrl.config.reward_list import RewardSpec
+from digenrl.config.section import Section
 from digenrl.errors import ConfigError, RewardUnavailable, RunFailed
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample
@@ -39,7 +41,8 @@ class Gives:
 
 
 def score(*rewards: tuple[dict[str, Any], Gives]) -> Rewards:
-    specs = [(RewardSpec(type="x", settings=Section(), **{"name": f"r{n}", **keys}), r) for n, (keys, r) in enumerate(rewards)]
+    given = {"type": "x", "settings": Section()}
+    specs = [(RewardSpec(**{**given, "name": f"r{n}", **keys}), r) for n, (keys, r) in enumerate(rewards)]
     return WeightedRewards(specs).score(SAMPLES)
 
 
@@ -108,3 +111,43 @@ def test_the_keys_of_a_reward_survive_being_written_and_read(tiny_recipe: Recipe
     recipe = tiny_recipe(rewards=[given])
     plain = recipe.to_plain()["rewards"][0]
     assert {key: plain[key] for key in given} == given
+
+
+class OnMeta(Section):
+    device: str = "meta"
+
+
+class OnLoan:
+    """A reward with a network that is somewhere."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+        self.told: list[str] = []
+
+    def to(self, device: Any) -> None:
+        self.told.append(f"to {device}")
+
+    def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, float]:
+        self.told.append(f"score {len(samples)}")
+        if self._error is not None:
+            raise self._error
+        return {sample.id: 1.0 for sample in samples}
+
+
+def test_an_offloaded_reward_is_on_its_device_only_while_it_scores() -> None:
+    first, second = OnLoan(), OnLoan()
+    score(({"offload": True, "batch_size": 3, "settings": OnMeta()}, first), ({}, second))  # type: ignore[arg-type]
+    assert first.told == ["to meta", "score 3", "score 2", "to cpu"]
+    assert second.told == ["score 5"]
+
+
+def test_an_offloaded_reward_goes_back_also_when_it_fails() -> None:
+    broken = OnLoan(ValueError("out of memory"))
+    with pytest.raises(RunFailed):
+        score(({"offload": True}, broken))  # type: ignore[arg-type]
+    assert broken.told[-1] == "to cpu"
+
+
+def test_a_reward_without_a_network_of_its_own_is_not_offloaded() -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.0\.offload: jpeg has nothing to offload"):
+        WeightedRewards.from_recipe([load_reward("jpeg", ["offload=true"])])

@@ -21,7 +21,7 @@ TEMPLATE = 'How good is "{prompt}"? Like {"score": 1}.'
 
 
 def judge(url: str, **settings: Any) -> VlmJudgeReward:
-    given = {"url": f"{url}/v1", "model": "tiny-vl", "timeout_s": 2, "deadline_s": 4, "start_timeout_s": 0.5} | settings
+    given = {"url": f"{url}/v1", "model": "tiny-vl", "timeout_s": 10, "deadline_s": 20, "start_timeout_s": 20} | settings
     return VlmJudgeReward(VlmJudgeSettings(**given))
 
 

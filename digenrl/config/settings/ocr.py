@@ -25,6 +25,13 @@ class OcrSettings(BaseModel):
         default="whole",
         description="whole: text beside the target counts against it; within: the best place in all that is read counts.",
     )
+    detection_side: int = Field(
+        default=736,
+        ge=32,
+        le=2000,
+        description="Pixels of the shorter side to which a smaller image is enlarged before text is looked for, which takes most "
+        "of the time. RapidOCR's own is 736; less is faster and misses small letters.",
+    )
 
     def check_prompt(self, text: str, metadata: Mapping[str, Any]) -> str | None:
         """What is wrong with a prompt; None if nothing is."""

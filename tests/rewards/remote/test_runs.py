@@ -37,7 +37,7 @@ SMALL = (
 
 
 def remote(url: str, **settings: float) -> str:
-    given = {"timeout_s": 1, "deadline_s": 20, "start_timeout_s": 1, "samples_per_request": 2} | settings
+    given = {"timeout_s": 2, "deadline_s": 30, "start_timeout_s": 20, "samples_per_request": 2} | settings
     return "rewards=[{type: remote, url: '" + url + "', " + ", ".join(f"{k}: {v}" for k, v in given.items()) + "}]"
 
 
