@@ -72,7 +72,8 @@ def test_neither_the_prompt_nor_the_samples_beside_it_change_a_score(
 
 def test_it_keeps_the_contract_of_rewards(folder: Path, head: dict[str, Tensor], tmp_path: Path) -> None:
     save_file(head, tmp_path / "head.safetensors")
-    check_reward("aesthetic", [f"path={tmp_path / 'head.safetensors'}", f"clip_path={folder}", "device=cpu", "self_test=false"])
+    paths = [f"path={tmp_path / 'head.safetensors'}", f"clip_path={folder}"]
+    check_reward("aesthetic", [*paths, "device=cpu", "self_test=false", "offload=true"])
 
 
 def test_a_head_of_another_size_and_one_that_is_not_there_are_refused(

@@ -162,7 +162,7 @@ def test_a_score_does_not_depend_on_the_samples_beside_it(
 def test_it_keeps_the_contract_of_rewards(tensors: dict[str, Tensor], tokenizer_folder: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "weights.safetensors")
     given = [f"path={tmp_path / 'weights.safetensors'}", f"tokenizer_path={tokenizer_folder}", "device=cpu", "self_test=false"]
-    check_reward("image_reward", given)
+    check_reward("image_reward", [*given, "offload=true"])
 
 
 def test_weights_that_are_not_imagerewards_are_refused(

@@ -202,7 +202,7 @@ def test_video_align_is_the_sum_of_three_standardised_answers(video_align: tuple
 @pytest.mark.parametrize("name", ["hpsv3", "video_align"])
 def test_they_keep_the_contract_of_rewards(name: str, request: pytest.FixtureRequest) -> None:
     made, path = request.getfixturevalue(name)
-    check_reward(name, settings(made, path), prompt="p")
+    check_reward(name, settings(made, path, "offload=true"), prompt="p")
 
 
 def test_a_video_of_one_frame_twice_is_the_picture(hpsv3: tuple[Made, Path]) -> None:
