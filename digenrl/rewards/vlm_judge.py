@@ -23,6 +23,7 @@ from digenrl.rewards.answers import read_score, spread
 from digenrl.rewards.base import RewardSample, Score
 from digenrl.rewards.http import Endpoint, Service, UnreadableAnswer, ask_each
 from digenrl.rewards.remote.media import png_bytes
+from digenrl.rewards.self_test import GoodAndBad, circle_and_noise
 
 
 class VlmJudgeReward:
@@ -70,6 +71,10 @@ class VlmJudgeReward:
 
         scores = ask_each(samples, ask, at_once=self._settings.max_inflight)
         return {sample.id: score for sample, score in zip(samples, scores, strict=True)}
+
+    def self_test(self) -> GoodAndBad | None:
+        """A drawn circle must beat noise."""
+        return circle_and_noise() if self._settings.self_test else None
 
     def take_retries(self) -> int:
         """See Reward."""

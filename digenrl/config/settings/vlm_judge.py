@@ -71,3 +71,8 @@ class VlmJudgeSettings(JudgeSettings, ServiceSettings):
         default=None, min_length=1, description="Environment variable that holds the endpoint's key; no key is sent if not given."
     )
     temperature: float = Field(default=0.0, ge=0, le=2, description="Of the answer; 0 takes the likeliest word each time.")
+    self_test: bool = Field(
+        default=True,
+        description="Show it a drawn circle and noise at the start, and refuse a judge that does not prefer the circle; false "
+        "where the template asks for something else.",
+    )

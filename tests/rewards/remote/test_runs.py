@@ -67,6 +67,13 @@ def test_faults_that_pass_give_the_weights_of_a_run_in_process(tmp_path: Path, i
     assert len(server.requests) >= 3 * 8 + sum(fault is not None for fault in faults)
 
 
+def test_a_service_that_is_many_times_slower_changes_nothing(tmp_path: Path, in_process: Any) -> None:
+    server = FaultyServer(then=slow(0.1))  # scoring two pictures takes it some milliseconds
+    with serving(server) as url:
+        assert run(tmp_path / "there", remote(url, timeout_s=20))["digests"] == in_process
+    assert len(server.requests) == 3 * 8
+
+
 def test_a_service_that_is_restarted_in_mid_run_changes_nothing(tmp_path: Path, in_process: Any) -> None:
     server, port = FaultyServer(), free_port()
     stack = ExitStack()
