@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from digenrl.cli.environment import calm_threads, note
 from digenrl.config.loader import load_recipe, load_reward
-from digenrl.config.schema import RewardSpec
+from digenrl.config.reward_list import RewardSpec
 from digenrl.errors import ConfigError
 from digenrl.rewards.compose import WeightedRewards
 from digenrl.rewards.remote.server import Limits, make_app

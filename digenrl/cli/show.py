@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from digenrl.config.registry import KINDS, settings_class
-from digenrl.config.schema import ComponentSpec, Recipe
+from digenrl.config.schema import Recipe
+from digenrl.config.section import ComponentSpec
 from digenrl.errors import ConfigError
 
 
@@ -18,16 +19,18 @@ def run(kind: str | None, name: str | None) -> None:
     if kind is None:
         for each, known in KINDS.items():
             print(f"{each}:")
+            wide = max(map(len, known))
             for component, registered in sorted(known.items()):
-                print(f"  {component:13} {registered.summary}")
+                print(f"  {component:{wide}} {registered.summary}")
         print("`digenrl show KIND NAME` shows one's settings, `digenrl show recipe` all keys of a recipe.")
     elif kind == "recipe":
         _show_recipe(name)
     elif kind not in KINDS:
         raise ConfigError(f"There is nothing called {kind!r} to show.", fix=f"Use recipe, {', '.join(KINDS)}.")
     elif name is None:
+        wide = max(map(len, KINDS[kind]))
         for component, registered in sorted(KINDS[kind].items()):
-            print(f"{component:12} {registered.summary}")
+            print(f"{component:{wide}} {registered.summary}")
     else:
         _show_fields(settings_class(kind, name, where="show"), "")
 

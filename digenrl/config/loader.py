@@ -19,7 +19,9 @@ from pydantic import BaseModel, ValidationError
 
 from digenrl.config.registry import KINDS, settings_class
 from digenrl.config.retyped import leave_out_keys_of_old_types
-from digenrl.config.schema import ComponentSpec, ModelSection, Recipe, RewardSpec, Section
+from digenrl.config.reward_list import RewardSpec
+from digenrl.config.schema import ModelSection, Recipe
+from digenrl.config.section import ComponentSpec, Section
 from digenrl.config.source import KeyPath, Source, apply_override, parse_yaml
 from digenrl.config.text import read_text
 from digenrl.errors import ConfigError
@@ -96,10 +98,10 @@ def recipe_from_plain(data: Mapping[str, Any], source: Source | None = None) -> 
             component = _Component(kind=kind, path=(kind,), own_keys=_OWN_KEYS[kind])
             prepared[kind] = _nested(prepared[kind], component, source, problems)
     if isinstance(prepared.get("rewards"), list):
-        prepared["rewards"] = [
-            _nested(flat, _Component(kind="reward", path=("rewards", i), own_keys=_OWN_KEYS["reward"]), source, problems)
-            for i, flat in enumerate(prepared["rewards"])
-        ]
+        prepared["rewards"] = _nested_rewards(prepared["rewards"], ("rewards",), source, problems)
+    held_out = prepared.get("eval")
+    if isinstance(held_out, Mapping) and isinstance(held_out.get("rewards"), list):
+        prepared["eval"] = {**held_out, "rewards": _nested_rewards(held_out["rewards"], ("eval", "rewards"), source, problems)}
     try:
         recipe = Recipe.model_validate(prepared)
     except ValidationError as error:
@@ -110,6 +112,14 @@ def recipe_from_plain(data: Mapping[str, Any], source: Source | None = None) -> 
     if problems:
         raise _as_config_error(problems, source)
     return recipe
+
+
+def _nested_rewards(flat: list[Any], path: KeyPath, source: Source, problems: list[_Problem]) -> list[Any]:
+    own_keys = _OWN_KEYS["reward"]
+    return [
+        _nested(each, _Component(kind="reward", path=(*path, i), own_keys=own_keys), source, problems)
+        for i, each in enumerate(flat)
+    ]
 
 
 def _nested(flat: Any, component: _Component, source: Source, problems: list[_Problem]) -> Any:

@@ -38,9 +38,10 @@ def leave_out_keys_of_old_types(before: Mapping[str, Any], data: dict[str, Any],
 def _components(data: Mapping[str, Any]) -> Iterator[tuple[str, KeyPath]]:
     yield "model", ("model",)
     yield "algorithm", ("algorithm",)
-    rewards = data.get("rewards")
-    if isinstance(rewards, list):
-        yield from (("reward", ("rewards", index)) for index in range(len(rewards)))
+    for path in (("rewards",), ("eval", "rewards")):
+        rewards = _at(data, path)
+        if isinstance(rewards, list):
+            yield from (("reward", (*path, index)) for index in range(len(rewards)))
 
 
 def _at(data: Any, path: KeyPath) -> Any:

@@ -70,6 +70,7 @@ class InlineSystem:
         self.policy: Policy = built.policy
         self.generator: Generator = built.generator
         self.scorer: Scorer = built.scorer
+        self.judge: Scorer | None = built.judge
         self.trainer: Trainer = built.trainer
         self.evaluation: EvaluationSampler | None = built.evaluation
 
@@ -243,10 +244,10 @@ class InlineExecutor:
 
     def _evaluate(self, command: Evaluate) -> None:
         system = self._system
-        assert system.evaluation is not None, "evaluations are scheduled only where the recipe has an eval section"
+        assert system.evaluation and system.judge, "evaluations are scheduled only where the recipe has an eval section"
         if self._eval_conditioning is None:
             size = system.recipe.rollout.forward_batch_size
             self._eval_conditioning = encode_prompts(system.policy.adapter, system.held_out, size)
         latents = system.evaluation.generate(self._eval_conditioning)
-        scored = system.scorer.score(evaluation_samples(command.policy_version, len(latents)), system.held_out, latents)
+        scored = system.judge.score(evaluation_samples(command.policy_version, len(latents)), system.held_out, latents)
         self._journal.evaluated(command.policy_version, summarise(scored.images, scored.rewards), system.held_out)

@@ -44,6 +44,11 @@ class Evaluation:
         """Mean of the valid rewards."""
         return float(np.nanmean(self.rewards))
 
+    @property
+    def reward_std(self) -> float:
+        """Standard deviation of the valid rewards over prompts."""
+        return float(np.nanstd(self.rewards))
+
 
 class EvaluationSampler:
     """Draws the evaluation's images, as latents, where the policy is."""

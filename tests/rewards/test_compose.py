@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from digenrl.config.schema import Recipe, RewardSpec
+from digenrl.config.reward_list import RewardSpec
+from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError, RunFailed
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample, Score

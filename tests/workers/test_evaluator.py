@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.config.schema import RewardSpec, Section
+from digenrl.config.reward_list import RewardSpec
+from digenrl.config.section import Section
 from digenrl.data.prompts import Prompt
 from digenrl.diffusion.dynamics import ODE
 from digenrl.diffusion.noise import Purpose, normal

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from digenrl.config.reward_checks import Needs, SampleKind, check_needs
 from digenrl.errors import ConfigError, DigenError
 from digenrl.rewards.base import RewardSample, Score
 from digenrl.rewards.compose import WeightedRewards
-from digenrl.rewards.remote.wire import SCHEMA, UnreadableRequest, decode_request, encode_answer
+from digenrl.rewards.remote.media import READ, UnreadableRequest
+from digenrl.rewards.remote.wire import Served, decode_request, encode_answer, encode_health
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -85,7 +87,7 @@ class _Desk:
 
     async def health(self, request: Request) -> bytes:
         self._check_token(request)
-        return json.dumps({"status": "ok", "schema": SCHEMA, "rewards": list(self._rewards.names)}).encode()
+        return encode_health(Served(rewards=self._rewards.names, needs=self._rewards.needs, accepts=READ))
 
     async def score(self, request: Request) -> bytes:
         self._check_token(request)
@@ -130,10 +132,22 @@ class _Desk:
             raise _Refused(422, str(error)) from error
         except MemoryError as error:
             raise _Refused(413, "the request does not fit into memory") from error
+        for sample in samples:
+            _check_sample(sample, self._rewards.needs)
         try:
             return encode_answer(request, _scores(self._rewards, samples))
         except DigenError as error:
             raise _Refused(500, error.what) from error
+
+
+def _check_sample(sample: RewardSample, needs: Needs) -> None:
+    """Refuse what would fail again however often it is sent."""
+    height, width = sample.image.shape[-3:-1]
+    kind = SampleKind(height=height, width=width, num_frames=2 if sample.image.ndim == 4 else 1)
+    try:
+        check_needs(needs, kind, f"sample {sample.id}: this service")
+    except ConfigError as error:
+        raise _Refused(422, error.what) from error
 
 
 def _scores(rewards: WeightedRewards, samples: tuple[RewardSample, ...]) -> dict[Any, Score]:

@@ -38,7 +38,7 @@ SAMPLES = pictures(10)
 
 
 def client(url: str, **settings: Any) -> RemoteReward:
-    given = {"url": url, "timeout_s": 0.4, "deadline_s": 5, "start_timeout_s": 0.5, "samples_per_request": 4} | settings
+    given = {"url": url, "timeout_s": 1, "deadline_s": 20, "start_timeout_s": 20, "samples_per_request": 4} | settings
     return RemoteReward(RemoteReward.Settings(**given))
 
 
@@ -64,7 +64,7 @@ PASSING: dict[str, list[Fault | None]] = {
     "502, 503 and 504": [status(502), status(503), status(504)],
     "429 with a wait": [status(429, Retry_After="0.05")],
     "429 with nonsense": [status(429, Retry_After="soon")],
-    "timeout": [slow(0.6)],
+    "timeout": [slow(1.2)],
     "reset": [reset],
     "short answer": [scores(lambda all_: all_[:-1])],
     "extra answer": [scores(lambda all_: [*all_, {"id": "9/9/9", "value": 1.0}])],
@@ -102,7 +102,7 @@ def test_a_sample_without_a_valid_score_is_invalid_and_no_other(answer: float | 
 STAYING: dict[str, tuple[Fault, str]] = {
     "500": (status(500), "HTTP 500"),
     "429 that asks to wait for an hour": (status(429, Retry_After="3600"), "HTTP 429"),
-    "timeout": (slow(0.6), "no answer within"),
+    "timeout": (slow(1.2), "no answer within"),
     "reset": (reset, "did not answer within"),
     "short answer": (scores(lambda all_: all_[:-1]), "1 missing"),
     "wrong type": (value("0.5"), "not a number"),
@@ -167,8 +167,8 @@ def test_no_more_requests_are_on_their_way_than_allowed() -> None:
 def test_a_service_that_is_down_is_refused_when_the_reward_is_made() -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"did not answer within 0\.5 s") as caught:
-        client(f"http://127.0.0.1:{free_port()}")
-    assert 0.1 < time.monotonic() - began < 3
+        client(f"http://127.0.0.1:{free_port()}", start_timeout_s=0.5)
+    assert 0.1 < time.monotonic() - began < 10
     assert "reward-serve" in caught.value.fix
 
 

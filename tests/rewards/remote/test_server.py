@@ -21,8 +21,9 @@ from digenrl.config.loader import load_reward
 from digenrl.errors import ConfigError
 from digenrl.rewards.compose import WeightedRewards
 from digenrl.rewards.remote.client import RemoteReward
+from digenrl.rewards.remote.media import png_bytes
 from digenrl.rewards.remote.server import Limits
-from digenrl.rewards.remote.wire import encode_request, png_bytes
+from digenrl.rewards.remote.wire import encode_request
 from tests.rewards.services import ROOT, pictures, reward_serve
 
 SAMPLES = pictures(6)
@@ -65,7 +66,15 @@ def test_videos_arrive_bit_for_bit(service: str) -> None:
 
 def test_health_says_what_is_served(service: str) -> None:
     answer = httpx.get(f"{service}/health", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False)
-    assert answer.json() == {"status": "ok", "schema": 1, "rewards": ["jpeg"]}
+    assert answer.json() == {
+        "status": "ok",
+        "schema": 1,
+        "rewards": ["jpeg"],
+        "media": ["image", "video"],
+        "sample_size": None,
+        "compares_groups": False,
+        "accepts": ["image/png", "video/npy", "video/mp4"],
+    }
 
 
 @pytest.mark.parametrize("shown", ["", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"bearer {TOKEN}x"])

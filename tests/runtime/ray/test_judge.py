@@ -16,5 +16,5 @@ def test_a_judge_over_http_trains_the_weights_of_the_same_reward_in_process(trai
     with serving(judge) as url:
         reward = f"rewards=[{{type: vlm_judge, url: '{url}/v1', model: tiny-vl, maximum: 1}}]"
         there = train_small("there", *DISAGGREGATED, reward)
-    assert len(judge.requests) == 3 * 6 * 4
+    assert len(judge.requests) == 3 * 6 * 4 + 2, "every sample once, and the self-test"
     assert there["digests"] == here["digests"]
