@@ -115,6 +115,17 @@ REWARDS = {
         settings="digenrl.config.settings.hpsv2:HpsV2Settings",
         summary="what people would prefer, as Human Preference Score 2.1 has learned it",
     ),
+    "hpsv3": Registered(
+        component="digenrl.rewards.hpsv3:HpsV3Reward",
+        settings="digenrl.config.settings.qwen_rewards:HpsV3Settings",
+        summary="what people would prefer, as Human Preference Score 3 (a Qwen2-VL-7B) has learned it",
+    ),
+    "video_align": Registered(
+        component="digenrl.rewards.video_align:VideoAlignReward",
+        settings="digenrl.config.settings.qwen_rewards:VideoAlignSettings",
+        summary="how good a video looks, moves and follows its prompt (VideoReward, a Qwen2-VL-2B)",
+        media=("video",),
+    ),
     "aesthetic": Registered(
         component="digenrl.rewards.aesthetic:AestheticReward",
         settings="digenrl.config.settings.aesthetic:AestheticSettings",

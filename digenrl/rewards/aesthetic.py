@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from digenrl.config.settings.aesthetic import AestheticSettings
-from digenrl.diffusion.batching import row_batches
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample
 from digenrl.rewards.clip import Clip
-from digenrl.rewards.neural import device_of, linear_head, load_exactly, read_tensors, reading
+from digenrl.rewards.neural import by_row, device_of, linear_head, load_exactly, read_tensors, reading
 from digenrl.rewards.self_test import GoodAndBad, sunset_and_noise
 
 _LAION = "sac+logos+ava1-l14-linearMSE"
@@ -31,15 +30,14 @@ class AestheticReward:
     def __init__(self, settings: AestheticSettings) -> None:
         """Raises ConfigError where the weights are not there."""
         self._clip = Clip.load(settings.clip_path, None, settings)
-        self._head = linear_head(self._clip.width).eval().requires_grad_(False)
         with reading(
             f"The aesthetic predictor {settings.path!r}",
             needs=f"It needs the tensors of a head for embeddings of {self._clip.width} numbers, in one of {', '.join(_FILES)}.",
             fix="Fetch it where there is a network (hf download trl-lib/ddpo-aesthetic-predictor --local-dir FOLDER, or "
             f"{_LAION}.pth of the predictor's repository), and set path=FOLDER.",
         ):
+            self._head = linear_head(self._clip.width).eval().requires_grad_(False)
             load_exactly(self._head, read_tensors(settings.path, _FILES))
-        self._size = settings.forward_batch_size
         self._tests = settings.self_test
         self.to(device_of(settings.device))
 
@@ -47,9 +45,7 @@ class AestheticReward:
     def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, float]:
         """One number for each image."""
         embeddings = self._clip.image_embeddings([sample.image for sample in samples])
-        scores: list[float] = []
-        for batch in row_batches(len(samples), self._size):
-            scores += self._head(embeddings[batch.rows].to(self._device))[: batch.count, 0].tolist()
+        scores = by_row(self._head, embeddings.to(self._device))[:, 0].tolist()
         return {sample.id: score for sample, score in zip(samples, scores, strict=True)}
 
     def self_test(self) -> GoodAndBad | None:

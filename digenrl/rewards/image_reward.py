@@ -21,7 +21,7 @@ from digenrl.diffusion.batching import row_batches
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample
 from digenrl.rewards.clip import Preparation
-from digenrl.rewards.neural import device_of, linear_head, load_exactly, read_tensors, reading
+from digenrl.rewards.neural import by_row, device_of, linear_head, load_exactly, read_tensors, reading
 from digenrl.rewards.self_test import GoodAndBad, circle_and_noise
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
@@ -151,8 +151,7 @@ class ImageRewardNetwork(nn.Module):
             encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=seen.device),
             is_decoder=False,  # it reads the whole prompt at once, where a decoder would read up to each token
         ).last_hidden_state
-        values: Tensor = self.head(read[:, 0])
-        return values[:, 0]
+        return by_row(self.head, read[:, 0])[:, 0]
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

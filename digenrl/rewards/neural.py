@@ -24,9 +24,13 @@ def device_of(setting: str) -> torch.device:
 
 @contextmanager
 def reading(what: str, *, needs: str, fix: str) -> Iterator[None]:
-    """Whatever goes wrong while weights are read becomes a ConfigError that says what is needed and how to get it."""
+    """Whatever goes wrong while weights are read becomes a ConfigError that says what is needed and how to get it.
+
+    A network that is made inside draws its first weights, which are replaced, without a trace in torch's random state.
+    """
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     except DigenError:
         raise
     except Exception as error:  # the hub's client, tokenizers, torch and safetensors each raise classes of their own
@@ -60,6 +64,11 @@ def load_exactly(module: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None
     if missing or foreign:
         raise ValueError(f"{len(missing)} tensors are missing {missing[:3]}, {len(foreign)} are not the network's {foreign[:3]}")
     module.load_state_dict({name: value.float() for name, value in tensors.items()})
+
+
+def by_row(head: torch.nn.Module, rows: Tensor) -> Tensor:
+    """A head's answers [B, *] to each of B rows alone: a product with few outputs depends, in its last bits, on a row's place."""
+    return torch.stack([head(row) for row in rows])
 
 
 def linear_head(width: int) -> torch.nn.Module:

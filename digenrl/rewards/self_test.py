@@ -37,11 +37,26 @@ def sunset_and_noise() -> GoodAndBad:
     return _pair("a sunset over the sea", np.array(page), noise())
 
 
+def motion_and_noise() -> GoodAndBad:
+    """A red ball that flies from left to right, and noise in every frame: for rewards of videos."""
+    frames = []
+    for number in range(16):
+        page = Image.new("RGB", (_SIDE, _SIDE), (200, 225, 255))
+        left = 8 + 12 * number
+        ImageDraw.Draw(page).ellipse((left, 96, left + 48, 144), fill="red")
+        frames.append(np.array(page))
+    random = np.random.default_rng(0).integers(0, 256, size=(16, _SIDE, _SIDE, 3), dtype=np.uint8)
+    return _pair("a red ball flies from left to right", np.stack(frames), random, fps=8.0)
+
+
 def noise(side: int = _SIDE) -> NDArray[np.uint8]:
     """A picture [side, side, 3] of nothing."""
     return np.random.default_rng(0).integers(0, 256, size=(side, side, 3), dtype=np.uint8)
 
 
-def _pair(prompt: str, good: NDArray[np.uint8], bad: NDArray[np.uint8]) -> GoodAndBad:
-    samples = [RewardSample(id=SampleId(0, 0, n), prompt=prompt, metadata={}, image=image) for n, image in enumerate((good, bad))]
+def _pair(prompt: str, good: NDArray[np.uint8], bad: NDArray[np.uint8], *, fps: float | None = None) -> GoodAndBad:
+    samples = [
+        RewardSample(id=SampleId(0, 0, n), prompt=prompt, metadata={}, image=image, fps=fps)
+        for n, image in enumerate((good, bad))
+    ]
     return samples[:1], samples[1:]

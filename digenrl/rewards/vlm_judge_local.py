@@ -20,7 +20,7 @@ from digenrl.ids import SampleId
 from digenrl.rewards.answers import read_score, spread
 from digenrl.rewards.base import RewardSample, Score
 from digenrl.rewards.neural import device_of
-from digenrl.rewards.qwen_vl import QwenVlInputs, dtype_of, load_qwen_vl, plain_text, reading_qwen_vl
+from digenrl.rewards.qwen_vl import IMAGE_MARK, Pass, QwenVlInputs, dtype_of, load_qwen_vl, plain_text, reading_qwen_vl
 from digenrl.rewards.self_test import GoodAndBad, circle_and_noise
 
 
@@ -53,10 +53,10 @@ class VlmJudgeLocalReward:
             for sample in samples
         ]
         scores: dict[SampleId, Score] = {}
-        for places, arguments in self._inputs.passes(questions, settings.forward_batch_size):
-            here = {name: value.to(self._device) for name, value in arguments.items()}
-            values = self._chances(here) if settings.read == "yes" else self._answers(here)
-            for place, value in zip(places, values, strict=False):  # a padded pass has more rows than places
+        for batch in self._inputs.passes(questions, settings.forward_batch_size):
+            arguments = self._arguments(batch)
+            values = self._chances(arguments) if settings.read == "yes" else self._answers(arguments)
+            for place, value in zip(batch.places, values, strict=False):  # a padded pass has more rows than places
                 scores[samples[place].id] = Score(value=value, parts={"unreadable": float(math.isnan(value))})
         return {sample.id: scores[sample.id] for sample in samples}
 
@@ -68,6 +68,16 @@ class VlmJudgeLocalReward:
         """Move the network."""
         self._device = torch.device(device)
         self._model.to(self._device)
+
+    def _arguments(self, batch: Pass) -> dict[str, Tensor]:
+        batch = batch.to(self._device)
+        return {
+            "input_ids": batch.ids,
+            "attention_mask": batch.attended,
+            "mm_token_type_ids": (batch.ids == self._inputs.tokenizer.convert_tokens_to_ids(IMAGE_MARK)).int(),
+            "pixel_values": batch.pixels,
+            "image_grid_thw": batch.grids,
+        }
 
     @torch.no_grad()
     def _answers(self, arguments: Mapping[str, Tensor]) -> list[float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from digenrl.config.loader import load_reward
 from digenrl.errors import ConfigError
 from digenrl.rewards.compose import WeightedRewards
+from digenrl.testing import check_reward
 from tests.rewards.services import pictures
 from tests.rewards.tiny_networks import CLIP_WIDTH, head_by_hand, make_clip, make_head
 
@@ -67,6 +68,12 @@ def test_neither_the_prompt_nor_the_samples_beside_it_change_a_score(
     made = reward(folder, tmp_path / "head.safetensors", "forward_batch_size=4")
     together = made.score(SAMPLES).totals.tolist()
     assert [made.score([replace(sample, prompt="other")]).totals[0] for sample in SAMPLES] == together
+
+
+def test_it_keeps_the_contract_of_rewards(folder: Path, head: dict[str, Tensor], tmp_path: Path) -> None:
+    save_file(head, tmp_path / "head.safetensors")
+    paths = [f"path={tmp_path / 'head.safetensors'}", f"clip_path={folder}"]
+    check_reward("aesthetic", [*paths, "device=cpu", "self_test=false", "offload=true"])
 
 
 def test_a_head_of_another_size_and_one_that_is_not_there_are_refused(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +17,7 @@ from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample
 from digenrl.rewards.compose import WeightedRewards
 from digenrl.rewards.hpsv2 import clip_from_open_clip, whole_image
+from digenrl.testing import check_reward
 from tests.rewards.services import pictures
 from tests.rewards.tiny_networks import TOKENIZER
 
@@ -77,20 +75,10 @@ def test_a_score_does_not_depend_on_the_samples_beside_it(tmp_path: Path) -> Non
     assert [made.score([sample]).totals[0] for sample in many] == made.score(many).totals.tolist()
 
 
-class Bomb:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (os.environ["DIGENRL_TEST_MARKER"],))
-
-
-def test_a_pickle_in_the_place_of_weights_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIGENRL_TEST_MARKER", str(tmp_path / "ran"))
-    (tmp_path / "HPS_v2.1_compressed.pt").write_bytes(pickle.dumps({"state_dict": Bomb()}))
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        reward(tmp_path)
-    torch.save({"state_dict": Bomb()}, tmp_path / "HPS_v2.1_compressed.pt")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        reward(tmp_path)
-    assert not (tmp_path / "ran").exists()
+def test_it_keeps_the_contract_of_rewards(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "hps.safetensors")
+    given = [f"path={tmp_path / 'hps.safetensors'}", f"tokenizer_path={TOKENIZER}", "device=cpu", "self_test=false"]
+    check_reward("hpsv2", [*given, "offload=true"])
 
 
 def test_weights_that_are_not_there_are_refused_and_the_error_says_what_to_fetch(tmp_path: Path) -> None:

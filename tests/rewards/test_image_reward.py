@@ -18,6 +18,7 @@ from digenrl.errors import ConfigError
 from digenrl.rewards.base import RewardSample
 from digenrl.rewards.clip import Preparation
 from digenrl.rewards.compose import WeightedRewards
+from digenrl.testing import check_reward
 from tests.rewards.services import pictures
 from tests.rewards.tiny_networks import head_by_hand, make_head
 
@@ -156,6 +157,12 @@ def test_a_score_does_not_depend_on_the_samples_beside_it(
     save_file(tensors, tmp_path / "weights.safetensors")
     made = reward(tmp_path / "weights.safetensors", tokenizer_folder, "forward_batch_size=4")
     assert [made.score([sample]).totals[0] for sample in SAMPLES] == made.score(SAMPLES).totals.tolist()
+
+
+def test_it_keeps_the_contract_of_rewards(tensors: dict[str, Tensor], tokenizer_folder: Path, tmp_path: Path) -> None:
+    save_file(tensors, tmp_path / "weights.safetensors")
+    given = [f"path={tmp_path / 'weights.safetensors'}", f"tokenizer_path={tokenizer_folder}", "device=cpu", "self_test=false"]
+    check_reward("image_reward", [*given, "offload=true"])
 
 
 def test_weights_that_are_not_imagerewards_are_refused(

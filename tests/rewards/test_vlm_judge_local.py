@@ -163,6 +163,6 @@ def test_what_cannot_judge_is_refused_before_anything_is_scored(one_folder: Path
 def test_it_keeps_the_contract_of_rewards(one_folder: Path) -> None:
     check_reward(
         "vlm_judge_local",
-        [f"path={one_folder}", "device=cpu", "max_tokens=1", "self_test=false", "forward_batch_size=2"],
+        [f"path={one_folder}", "device=cpu", "max_tokens=1", "self_test=false", "forward_batch_size=2", "offload=true"],
         prompt="p",
     )
