@@ -170,6 +170,7 @@ class Journal:
             "num_images": float(len(evaluation.rewards)),
             "invalid_samples": float((~np.isfinite(evaluation.rewards)).sum()),
             **{f"reward/{name}": value for name, value in evaluation.parts.items()},
+            **_effort_metrics(evaluation.efforts),
         }
         parts = ", ".join(f"{name} {value:.3f}" for name, value in evaluation.parts.items())
         self._console.say(f"held out, version {version}: reward {evaluation.reward:.3f} ({parts})")
@@ -206,8 +207,12 @@ def _reward_metrics(record: StepRecord[Any, Any], weights: Mapping[str, float]) 
         metrics[f"reward/{name}"] = float(values.mean()) if values.size else math.nan
         if name in weights:
             metrics[f"reward_weighted/{name}"] = weights[name] * metrics[f"reward/{name}"]
-    for name, efforts in record.efforts.items():
-        effort = sum(efforts.values(), Effort())
+    return metrics | _effort_metrics({name: sum(efforts.values(), Effort()) for name, efforts in record.efforts.items()})
+
+
+def _effort_metrics(efforts: Mapping[str, Effort]) -> dict[str, float]:
+    metrics = {}
+    for name, effort in efforts.items():
         metrics[f"timing_s/reward/{name}"] = effort.seconds
         metrics[f"invalid_samples/{name}"] = float(effort.invalid)
         metrics[f"retries/{name}"] = float(effort.retries)

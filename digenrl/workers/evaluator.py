@@ -5,8 +5,8 @@ Invariant: parameters, optimizer, average and random state are untouched, also w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from digenrl.diffusion.sampler import StepPlan, denoise
 from digenrl.errors import RunFailed
 from digenrl.ids import SampleId
 from digenrl.models.base import Conditioning, Guidance
-from digenrl.rewards.compose import Rewards
+from digenrl.rewards.compose import Effort, Rewards
 from digenrl.training.ema import Ema
 from digenrl.training.policy import Policy
 from digenrl.workers.generator import encode_prompts
@@ -38,6 +38,8 @@ class Evaluation:
     """[N], the weighted sum; NaN where invalid."""
     parts: dict[str, float]
     """Mean of every reward and part."""
+    efforts: Mapping[str, Effort] = field(default_factory=dict)
+    """What scoring took, by reward."""
 
     @property
     def reward(self) -> float:
@@ -125,6 +127,7 @@ def summarise(images: NDArray[np.uint8], rewards: Rewards) -> Evaluation:
         images=images,
         rewards=rewards.totals,
         parts={name: float(np.nanmean(v)) for name, v in rewards.parts.items() if np.isfinite(v).any()},
+        efforts=rewards.efforts,
     )
 
 

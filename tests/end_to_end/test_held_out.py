@@ -46,7 +46,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(output: Path, prompts: Path, *changes: str) -> Any:
     section = f"eval={{prompts: {prompts}, freq: 2, num_inference_steps: 2, alarm_errors: 0.5, {DARK}}}"
-    return load_recipe(QUICKSTART, [*SMALL, section, "train.steps=14", f"run.output_dir={output}", *changes])
+    return load_recipe(QUICKSTART, [*SMALL, section, "train.steps=12", f"run.output_dir={output}", *changes])
 
 
 def warnings(text: str) -> list[str]:
@@ -61,7 +61,7 @@ def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_told_of_onc
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     held_out = [row for row in rows if row["kind"] == "eval"]
     assert all(row["reward"] == -row["reward/dark"] for row in held_out)
-    assert all({"reward/jpeg", "reward/jpeg/kilobytes", "reward_std"} <= row.keys() for row in held_out)
+    assert all({"reward/jpeg", "reward/jpeg/kilobytes", "reward_std", "timing_s/reward/dark"} <= row.keys() for row in held_out)
     assert not any("reward/brightness" in row for row in held_out)
     assert not any("reward/dark" in row for row in rows if row["kind"] == "train")
     alarms = [row["hacking_alarm"] for row in held_out]
@@ -71,7 +71,7 @@ def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_told_of_onc
     evaluated = summary["eval"]
     assert isinstance(evaluated, dict)
     assert evaluated["reward_after"] < evaluated["reward_before"] < 0
-    resume(recipe(tmp_path / "run", prompts, "train.steps=16", "eval.alarm_errors=0.4"), tmp_path / "run")
+    resume(recipe(tmp_path / "run", prompts, "train.steps=13", "eval.alarm_errors=0.4"), tmp_path / "run")
     assert warnings(capsys.readouterr().out) == []
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["hacking_alarm"] == 1
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from digenrl.config.checks import check_recipe
 from digenrl.config.loader import load_reward
+from digenrl.config.registry import KINDS, compares_groups, component_class, media_of
 from digenrl.config.reward_checks import SampleKind
 from digenrl.config.reward_list import RewardSpec
 from digenrl.config.section import Section
@@ -189,3 +190,10 @@ def test_a_service_that_compares_is_refused_for_held_out_evaluation_when_it_is_a
         WeightedRewards.from_recipe([spec], samples=SampleKind(height=8, width=8))
         with pytest.raises(ConfigError, match=r"eval\.rewards\.0: remote compares"):
             WeightedRewards.from_recipe([spec], where="eval.rewards", samples=SampleKind(height=8, width=8, alone=True))
+
+
+@pytest.mark.parametrize("name", sorted(KINDS["reward"]))
+def test_what_the_registry_says_of_a_built_in_reward_is_what_its_class_says(name: str) -> None:
+    built_in = component_class("reward", name, where="test")
+    assert compares_groups(name, where="test") == hasattr(built_in, "score_group")
+    assert media_of("reward", name, where="test") == getattr(built_in, "media", ("image",))

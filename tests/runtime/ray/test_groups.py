@@ -22,7 +22,7 @@ def test_groups_and_held_out_rewards_are_those_of_one_process(
     monkeypatch.syspath_prepend(EXAMPLES)
     prompts = tmp_path / "held_out.txt"
     prompts.write_text("".join(f"{number} red circles\n" for number in range(7)))
-    changes = (REWARDS, f"eval={{prompts: {prompts}, {HELD_OUT}}}", "train.steps=2", "rollout.prompts_per_step=3")
+    changes = (REWARDS, f"eval={{prompts: {prompts}, {HELD_OUT}}}", "train.steps=1", "rollout.prompts_per_step=3")
     here = train_small("here", *changes)
     replica = ("cluster.generators.0.ranks=2", f"cluster.scorers.placement={scorers}", "cluster.scorers.resources.cpus=0.25")
     there = train_small("there", *DISAGGREGATED, *replica, *changes)
