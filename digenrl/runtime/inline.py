@@ -52,7 +52,7 @@ from digenrl.training.policy import Policy
 from digenrl.training.report import StepReport, merged_updates
 from digenrl.training.trainer import Trainer
 from digenrl.workers.evaluator import EvaluationSampler, evaluation_samples, summarise
-from digenrl.workers.generator import Generator, encode_prompts
+from digenrl.workers.generator import Generator, encode_prompts, text_batch_size
 from digenrl.workers.scorer import Scorer
 
 INLINE_WORKER = WorkerId("inline")
@@ -246,7 +246,7 @@ class InlineExecutor:
         system = self._system
         assert system.evaluation and system.judge, "evaluations are scheduled only where the recipe has an eval section"
         if self._eval_conditioning is None:
-            size = system.recipe.rollout.forward_batch_size
+            size = text_batch_size(system.recipe)
             self._eval_conditioning = encode_prompts(system.policy.adapter, system.held_out, size)
         latents = system.evaluation.generate(self._eval_conditioning)
         scored = system.judge.score(evaluation_samples(command.policy_version, len(latents)), system.held_out, latents)

@@ -24,7 +24,7 @@ from digenrl.models.base import Conditioning, Guidance
 from digenrl.rewards.compose import Effort, Rewards
 from digenrl.training.ema import Ema
 from digenrl.training.policy import Policy
-from digenrl.workers.generator import encode_prompts
+from digenrl.workers.generator import encode_prompts, text_batch_size
 from digenrl.workers.scorer import Scorer
 
 
@@ -99,12 +99,12 @@ class Evaluator:
         self._policy = policy
         self._sampler = EvaluationSampler(policy, ema, recipe, section)
         self._scorer = scorer
-        self._forward_batch_size = recipe.rollout.forward_batch_size
+        self._text_batch_size = text_batch_size(recipe)
         self.prompts = tuple(prompts)
 
     def evaluate(self) -> Evaluation:
         """Generate one image for every prompt and score it."""
-        conditioning = encode_prompts(self._policy.adapter, self.prompts, self._forward_batch_size)
+        conditioning = encode_prompts(self._policy.adapter, self.prompts, self._text_batch_size)
         latents = self._sampler.generate(conditioning)
         scored = self._scorer.score(evaluation_samples(self._policy.version, len(self.prompts)), self.prompts, latents)
         return summarise(scored.images, scored.rewards)

@@ -46,7 +46,7 @@ from digenrl.weight_sync.publication import Publication, digest_of
 from digenrl.weight_sync.publisher import Publisher
 from digenrl.weight_sync.transport import Address, Listener, TransportFailed
 from digenrl.weight_sync.wire import wire_dtypes
-from digenrl.workers.generator import encode_prompts
+from digenrl.workers.generator import encode_prompts, text_batch_size
 from digenrl.workers.scorer import Scorer
 
 TRANSFER_TIMEOUT_S = 60.0
@@ -105,7 +105,7 @@ class WorkerHost:
     def encode(self, prompts: Sequence[Prompt]) -> tuple[set[str], dict[str, PackedTensor]]:
         """Prompts that are cut off, and the conditioning, a row per prompt."""
         adapter = self.built.adapter
-        encoded = encode_prompts(adapter, prompts, self._recipe.rollout.forward_batch_size)
+        encoded = encode_prompts(adapter, prompts, text_batch_size(self._recipe))
         return set(adapter.truncated_prompts), pack_all(encoded.tensors)
 
     def generate(
