@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: demo test test-slow test-gpu check lint types contracts format clean
 
 demo: $(VENV)/installed
-	$(BIN)/digenrl train recipes/quickstart.yaml
+	$(BIN)/digenrl train quickstart
 
 test: $(VENV)/installed-dev
 	$(BIN)/pytest -n 2 --dist loadfile

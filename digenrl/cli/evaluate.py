@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 
 from digenrl.cli.environment import calm_threads
 from digenrl.config.text import expand_home
+from digenrl.data.categories import categories_of
 from digenrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from digenrl.data.prompts import Prompt
     from digenrl.rewards.compose import Rewards
     from digenrl.runtime.saved_run import SavedModel
-
-CATEGORY_FIELDS = ("category", "tag")
-"""Metadata fields that name a prompt's kind: ours and GenEval's."""
 
 
 def run(
@@ -107,14 +105,6 @@ def summarise(saved: SavedModel, prompts: Sequence[Prompt], scored: Rewards) -> 
     }
 
 
-def categories_of(prompts: Sequence[Prompt]) -> tuple[str | None, list[str | None]]:
-    """The metadata field that names the prompts' kinds, if any, and each prompt's kind."""
-    for field in CATEGORY_FIELDS:
-        if any(field in prompt.metadata for prompt in prompts):
-            return field, [str(prompt.metadata[field]) if field in prompt.metadata else None for prompt in prompts]
-    return None, [None] * len(prompts)
-
-
 def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """The summary for people."""
     version = "" if summary["policy_version"] is None else f", version {summary['policy_version']}"
@@ -141,7 +131,7 @@ def _check_can_score(saved: SavedModel, *, has_judge: bool) -> None:
         raise ConfigError(
             f"{saved.source!r} is a model, and says nothing of rewards.",
             why="A run's recipe names the rewards and the prompts; a model has no recipe.",
-            fix="Give one: --recipe recipes/quickstart.yaml.",
+            fix="Give one: --recipe quickstart.",
         )
     if saved.held_out is None:
         raise ConfigError(

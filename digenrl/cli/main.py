@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe, for example recipes/quickstart.yaml.")]
+RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or a built-in recipe by name: quickstart.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Changes to it: train.steps=3")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -66,10 +66,10 @@ def check(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = Fal
 
 @app.command()
 def show(
-    kind: Annotated[str | None, typer.Argument(help="recipe, algorithm, model or reward")] = None,
-    name: Annotated[str | None, typer.Argument(help="A component's name, or a section of the recipe.")] = None,
+    kind: Annotated[str | None, typer.Argument(help="recipe, recipes, algorithm, model or reward")] = None,
+    name: Annotated[str | None, typer.Argument(help="A component's name, a section of the recipe, or a built-in recipe.")] = None,
 ) -> None:
-    """List components, or the documented settings of one; `show recipe` lists every key of a recipe."""
+    """List components, or the settings of one; `show recipe` lists every key of a recipe, `show recipes` the built-in ones."""
     from digenrl.cli.show import run
 
     run(kind, name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from digenrl.config.builtin_recipes import builtin_recipes
 from digenrl.config.registry import KINDS, settings_class
 from digenrl.config.schema import Recipe
 from digenrl.config.section import ComponentSpec
@@ -23,10 +25,17 @@ def run(kind: str | None, name: str | None) -> None:
             for component, registered in sorted(known.items()):
                 print(f"  {component:{wide}} {registered.summary}")
         print("`digenrl show KIND NAME` shows one's settings, `digenrl show recipe` all keys of a recipe.")
+        print("`digenrl show recipes` lists the built-in ones.")
+    elif kind == "recipes":
+        for each, file in builtin_recipes().items():
+            print(f"{each:24} {_first_comment(file)}")
+        print("`digenrl train NAME` runs one, `digenrl show recipe NAME` prints it.")
+    elif kind == "recipe" and name in builtin_recipes():
+        print(builtin_recipes()[name].read_text(encoding="utf-8"), end="")
     elif kind == "recipe":
         _show_recipe(name)
     elif kind not in KINDS:
-        raise ConfigError(f"There is nothing called {kind!r} to show.", fix=f"Use recipe, {', '.join(KINDS)}.")
+        raise ConfigError(f"There is nothing called {kind!r} to show.", fix=f"Use recipe, recipes, {', '.join(KINDS)}.")
     elif name is None:
         wide = max(map(len, KINDS[kind]))
         for component, registered in sorted(KINDS[kind].items()):
@@ -35,10 +44,19 @@ def run(kind: str | None, name: str | None) -> None:
         _show_fields(settings_class(kind, name, where="show"), "")
 
 
+def _first_comment(recipe: Path) -> str:
+    """What the recipe's file says of itself in its first line."""
+    return recipe.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
 def _show_recipe(section: str | None) -> None:
     sections = {name: info for name, info in Recipe.model_fields.items() if section in (None, name)}
     if not sections:
-        raise ConfigError(f"A recipe has no section {section!r}.", fix=f"Sections: {', '.join(Recipe.model_fields)}.")
+        raise ConfigError(
+            f"A recipe has no section {section!r}.",
+            why=f"Sections are {', '.join(Recipe.model_fields)}.",
+            fix=f"Use one of these, or a built-in recipe: {', '.join(builtin_recipes())}.",
+        )
     for name, info in sections.items():
         model = _model_of(info.annotation)
         if model is not None and issubclass(model, ComponentSpec):

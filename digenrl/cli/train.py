@@ -11,6 +11,7 @@ from digenrl.cli.check import inspect, schedule_warnings
 from digenrl.cli.emulation import emulation_of
 from digenrl.cli.environment import calm_threads, note
 from digenrl.cli.report import report_lines
+from digenrl.config.builtin_recipes import names_recipe
 from digenrl.config.loader import load_recipe
 from digenrl.config.schema import Recipe
 from digenrl.config.text import expand_home
@@ -69,7 +70,7 @@ def _what_to_replay(path: str | None, overrides: Sequence[str], replay: str) -> 
     if file.is_dir():
         file = file / "trace.jsonl"
     record = read_trace(file)
-    if path is not None and path.endswith((".yaml", ".yml")):
+    if path is not None and names_recipe(path):
         return load_recipe(path, overrides, say=note).for_replay(), record
     beside = file.parent / "recipe.yaml"
     if not beside.is_file():
@@ -88,7 +89,7 @@ def _what_to_train(path: str | None, overrides: Sequence[str], resume: str | Non
                 f"--resume: {resume!r} is not a run folder: it has no recipe.yaml.",
                 fix="Name the folder that `digenrl train` printed when the run began.",
             )
-        if path is not None and path.endswith((".yaml", ".yml")):
+        if path is not None and names_recipe(path):
             raise ConfigError(
                 f"{path!r} and --resume {resume} are two recipes.",
                 why="A run goes on with its own recipe.",
@@ -98,7 +99,7 @@ def _what_to_train(path: str | None, overrides: Sequence[str], resume: str | Non
         changes = [*([path] if path is not None else []), *overrides]
         return load_recipe(folder / "recipe.yaml", changes), folder
     if path is None:
-        raise ConfigError("There is no recipe to train.", fix="Name one, for example recipes/quickstart.yaml, or --resume RUN.")
+        raise ConfigError("There is no recipe to train.", fix="Name one, for example quickstart, or --resume RUN.")
     recipe = load_recipe(path, overrides, say=note)
     if resume is None:
         return recipe, None
@@ -120,4 +121,8 @@ def result_lines(summary: Mapping[str, object]) -> Iterator[str]:
             before, after = result[f"{name}_before"], result[f"{name}_after"]
             if before is not None and after is not None:
                 yield f"held-out {name}: {before:.3f} -> {after:.3f} ({after - before:+.3f}), {result['num_images']} images"
+        for name, means in result.get("categories", {}).items():
+            before, after = means.get("reward_before"), means.get("reward_after")
+            if before is not None and after is not None:
+                yield f"held-out reward of {name}: {before:.3f} -> {after:.3f} ({after - before:+.3f})"
     yield f"{summary['steps']} steps; {summary['seconds']} s in all, loading, evaluation and saving included"

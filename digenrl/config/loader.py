@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from digenrl.config.builtin_recipes import recipe_file
 from digenrl.config.registry import KINDS, settings_class
 from digenrl.config.retyped import leave_out_keys_of_old_types
 from digenrl.config.reward_list import RewardSpec
@@ -53,16 +53,12 @@ _SECTIONS_WITH_DEFAULTS = {name for name, info in Recipe.model_fields.items() if
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, say: Callable[[str], object] | None = None) -> Recipe:
     """Read, override and validate one recipe. Raises ConfigError with every problem found, each with its line.
 
-    ``say`` hears of each component whose type an override changes and which has keys of the old type alone: they are left out.
+    path: a file, or the name of a built-in recipe. say: hears of each component whose type an override changes and which has
+    keys of the old type alone, which are left out.
     """
-    if not os.path.isfile(path):  # unlike Path.is_file, False for every path that cannot exist, too
-        raise ConfigError(
-            f"There is no recipe {str(path)!r}.",
-            why="A recipe is a YAML file; the shipped ones are in recipes/.",
-            fix="Name an existing file.",
-        )
-    source = Source(file=str(path))
-    data = parse_yaml(read_text(Path(path)), source)
+    file = recipe_file(path)
+    source = Source(file=str(file))
+    data = parse_yaml(read_text(file), source)
     written = copy.deepcopy(data)
     for override in overrides:
         apply_override(data, override, source)

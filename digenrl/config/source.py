@@ -70,7 +70,7 @@ def parse_yaml(text: str, source: Source) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(
             f"{source.file}: a recipe is a mapping of sections, and this {'is empty' if data is None else 'is something else'}.",
-            fix="Start from one of the files in recipes/.",
+            fix="Start from a built-in recipe: `digenrl show recipes`.",
         )
     return data
 

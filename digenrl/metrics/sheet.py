@@ -21,7 +21,7 @@ _TITLE = 40
 _PROMPT_LINES = 2
 _NARROWEST = 3 * _SIDE
 """Room for a title above one picture."""
-_INK, _FAINT, _PAPER = "#202020", "#707070", "#ffffff"
+INK, FAINT, PAPER = "#202020", "#707070", "#ffffff"
 
 
 def contact_sheet(images: NDArray[np.uint8], prompts: Sequence[str], scores: Sequence[str], *, title: str) -> Image.Image:
@@ -37,18 +37,18 @@ def contact_sheet(images: NDArray[np.uint8], prompts: Sequence[str], scores: Seq
     rows = math.ceil(len(chosen) / columns)
     height = max(1, round(_SIDE * images.shape[1] / images.shape[2]))
     cell = (_SIDE + _GAP, height + (_PROMPT_LINES + 1) * _LINE + _GAP + 6)
-    sheet = Image.new("RGB", (max(_NARROWEST, columns * cell[0] + _GAP), _TITLE + rows * cell[1] + _GAP), _PAPER)
+    sheet = Image.new("RGB", (max(_NARROWEST, columns * cell[0] + _GAP), _TITLE + rows * cell[1] + _GAP), PAPER)
     pen = ImageDraw.Draw(sheet)
-    pen.text((_GAP, 12), _shortened(title, sheet.width - 2 * _GAP, _font(16, bold=True)), fill=_INK, font=_font(16, bold=True))
+    pen.text((_GAP, 12), shortened(title, sheet.width - 2 * _GAP, font(16, bold=True)), fill=INK, font=font(16, bold=True))
     for place, index in enumerate(chosen):
         left, top = _GAP + place % columns * cell[0], _TITLE + place // columns * cell[1]
-        sheet.paste(_resized(images[index], (_SIDE, height)), (left, top))
+        sheet.paste(resized(Image.fromarray(images[index]), (_SIDE, height)), (left, top))
         pen.rectangle((left - 1, top - 1, left + _SIDE, top + height), outline="#c0c0c0")
-        lines = wrapped(prompts[index], _SIDE, _font(12))
+        lines = wrapped(prompts[index], _SIDE, font(12))
         for number, line in enumerate(lines):
-            pen.text((left, top + height + 4 + number * _LINE), line, fill=_FAINT, font=_font(12))
+            pen.text((left, top + height + 4 + number * _LINE), line, fill=FAINT, font=font(12))
         below = top + height + 5 + len(lines) * _LINE
-        pen.text((left, below), scores[index], fill=_INK, font=_font(12, bold=True))
+        pen.text((left, below), scores[index], fill=INK, font=font(12, bold=True))
     return sheet
 
 
@@ -70,24 +70,24 @@ def wrapped(text: str, width: int, font: ImageFont.FreeTypeFont) -> list[str]:
         cut = space if space > 0 else fits
         lines.append(rest[:cut])
         rest = rest[cut:].lstrip()
-    return [*lines, _shortened(rest, width, font)] if rest else lines
+    return [*lines, shortened(rest, width, font)] if rest else lines
 
 
-def _shortened(text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
+def shortened(text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
+    """The text, or its beginning and an ellipsis, no wider than ``width`` pixels."""
     if font.getlength(text) <= width:
         return text
     fits = next((count for count in range(len(text), 0, -1) if font.getlength(f"{text[:count]}…") <= width), 0)
     return f"{text[:fits].rstrip()}…"
 
 
-def _resized(image: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
-    # Small pictures keep their pixels as squares; large ones are averaged.
-    method = Image.Resampling.NEAREST if image.shape[1] < size[0] else Image.Resampling.LANCZOS
-    return Image.fromarray(image).resize(size, method)
+def resized(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The picture at ``size`` (width, height): a small one keeps its pixels as squares, a large one is averaged."""
+    return picture.resize(size, Image.Resampling.NEAREST if picture.width < size[0] else Image.Resampling.LANCZOS)
 
 
 @cache
-def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
+def font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
     """DejaVu Sans, which comes with matplotlib on every machine; it has no Chinese, Japanese or Korean."""
     import matplotlib as mpl
 

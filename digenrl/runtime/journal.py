@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from digenrl.config.schema import Recipe
+from digenrl.data.categories import categories_of
 from digenrl.data.prompts import Prompt
 from digenrl.errors import RunFailed
 from digenrl.ids import SampleId, StepOutcome
@@ -25,6 +26,9 @@ from digenrl.runtime.ledger import StepRecord
 from digenrl.runtime.run_folder import RunFolder
 from digenrl.training.start_gate import start_gate_of
 from digenrl.workers.evaluator import Evaluation
+
+_MOST_CATEGORIES = 20
+"""A field with more values than this names no kinds, and would flood the logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +175,19 @@ class Journal:
             "invalid_samples": float((~np.isfinite(evaluation.rewards)).sum()),
             **{f"reward/{name}": value for name, value in evaluation.parts.items()},
             **_effort_metrics(evaluation.efforts),
+            **category_means(evaluation, prompts),
         }
         parts = ", ".join(f"{name} {value:.3f}" for name, value in evaluation.parts.items())
         self._console.say(f"held out, version {version}: reward {evaluation.reward:.3f} ({parts})")
         count = min(self._recipe.log.num_samples, len(prompts))
         rows = [
-            {"prompt": prompts[i].text, "policy_version": version, "held_out": True, "reward": _plain(evaluation.rewards[i])}
+            {
+                "prompt": prompts[i].text,
+                "policy_version": version,
+                "held_out": True,
+                "reward": _plain(evaluation.rewards[i]),
+                "rewards": {name: _plain(values[i]) for name, values in evaluation.part_values.items()},
+            }
             for i in range(count)
         ]
         names = [f"prompt-{i:03d}" for i in range(count)]
@@ -217,6 +228,22 @@ def _effort_metrics(efforts: Mapping[str, Effort]) -> dict[str, float]:
         metrics[f"invalid_samples/{name}"] = float(effort.invalid)
         metrics[f"retries/{name}"] = float(effort.retries)
     return metrics
+
+
+def category_means(evaluation: Evaluation, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """``category/<name>/reward`` and ``category/<name>/<part>``: means of the valid ones, where prompts have categories."""
+    _, kinds = categories_of(prompts)
+    names = list(dict.fromkeys(kind for kind in kinds if kind is not None))
+    if len(names) > _MOST_CATEGORIES:
+        return {}
+    means = {}
+    for name in names:
+        chosen = np.array([kind == name for kind in kinds])
+        for part, values in {"reward": evaluation.rewards, **evaluation.part_values}.items():
+            valid = values[chosen & np.isfinite(values)]
+            if valid.size:
+                means[f"category/{name.replace('/', '_')}/{part}"] = float(valid.mean())
+    return means
 
 
 def _caption(row: Mapping[str, object]) -> str:

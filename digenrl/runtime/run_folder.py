@@ -1,8 +1,8 @@
 """The folder of one run: what lies where, and that no other run is ever overwritten.
 
-Files: recipe.yaml, metrics.jsonl, trace.jsonl, summary.json, reward.png, samples/index.jsonl, samples/<when>/*.png (and *.mp4),
-checkpoints/step-N/ (training/checkpoint.py); on a cluster, workers.json (which process is which worker). A continued run
-writes trace-from-N.jsonl.
+Files: recipe.yaml, metrics.jsonl, trace.jsonl, summary.json, reward.png, before_after.png, samples/index.jsonl,
+samples/<when>/*.png (and *.mp4), checkpoints/step-N/ (training/checkpoint.py); on a cluster, workers.json (which process is
+which worker). A continued run writes trace-from-N.jsonl.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from PIL import Image
 from digenrl.config.schema import Recipe
 from digenrl.config.text import expand_home
 from digenrl.errors import ConfigError, RunFailed
+from digenrl.metrics.before_after import before_after, first_and_last
 from digenrl.metrics.log import resume_rows
 from digenrl.metrics.video import filmstrips, save_video
 
@@ -40,6 +41,7 @@ class RunFolder:
         self.trace = path / "trace.jsonl"
         self.summary = path / "summary.json"
         self.reward_plot = path / "reward.png"
+        self.before_after = path / "before_after.png"
         self.checkpoints = (path / "checkpoints").resolve()
         """Absolute: on a cluster the trainer writes them, whose working directory is another one."""
         self._samples = path / "samples"
@@ -142,6 +144,16 @@ class RunFolder:
                 why="The disk may be full.",
                 fix="Make room and continue with `digenrl train --resume RUN`; log.sample_freq=0 saves none.",
             ) from error
+
+    def draw_before_after(self, title: str) -> None:
+        """Write before_after.png, where held-out pictures of two versions are saved."""
+        index = self._samples / "index.jsonl"
+        if not index.exists():
+            return
+        rows = [json.loads(line) for line in index.read_text(encoding="utf-8").splitlines()]
+        versions = first_and_last(rows, self.path)
+        if len(versions) > 1:
+            before_after(versions, title=title).save(self.before_after)
 
     def _write_samples(
         self, folder: Path, images: NDArray[np.uint8], names: Sequence[str], rows: Sequence[Mapping[str, object]], fps: float

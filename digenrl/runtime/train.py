@@ -213,6 +213,7 @@ def _run(
             try:
                 run.executor.finish()
                 plot_reward(read_metrics(folder.metrics), folder.reward_plot, title=recipe.run.name)
+                folder.draw_before_after(recipe.run.name)
             finally:
                 log.close()
         summary = _summary(run, journal, folder, time.monotonic() - began) | where.labels
@@ -248,4 +249,17 @@ def _evaluation_summary(rows: Sequence[dict[str, Any]]) -> dict[str, object] | N
     for name, part in zip(parts, short, strict=True):
         key = part if short.count(part) == 1 else name.removeprefix("reward/").replace("/", "_")
         summary |= {f"{key}_before": before[name], f"{key}_after": after.get(name)}
+    if categories := _category_summary(before, after):
+        summary["categories"] = categories
     return summary
+
+
+def _category_summary(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """By category, each mean before and after; a part by its last name."""
+    found: dict[str, dict[str, float | None]] = {}
+    for key, value in before.items():
+        if key.startswith("category/"):
+            _, name, part = key.split("/", 2)
+            short = part.split("/")[-1]
+            found.setdefault(name, {}).update({f"{short}_before": value, f"{short}_after": after.get(key)})
+    return found

@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 from dataclasses import dataclass
 
+from digenrl.config.builtin_recipes import builtin_recipes
 from digenrl.errors import ConfigError
 from digenrl.simulation.cost_model import CostModel, DeviceProfile, ModelProfile, Scales, Workload
 from digenrl.simulation.modes import Layout, Mode
@@ -74,7 +75,7 @@ def preset(name: str) -> Preset:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
     raise ConfigError(
         f"There is no preset {name!r}, and no file of that name.",
-        why=f"Presets are: {', '.join(known)}.",
+        why=f"Presets are: {', '.join(known)}; built-in recipes: {', '.join(builtin_recipes())}.",
         fix=f"Did you mean {close[0]}?" if close else "Name a preset, a recipe, a costs file, or the trace.jsonl of a run.",
     )
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from digenrl.config.builtin_recipes import builtin_recipes
 from digenrl.config.loader import recipe_from_plain
 from digenrl.config.retyped import leave_out_keys_of_old_types
 from digenrl.config.schema import Recipe, ScheduleSection
@@ -103,6 +104,8 @@ def load_source(name: str, overrides: Sequence[str] = (), *, steps: int | None =
         overrides = [*overrides, f"schedule.steps={steps}"]
     if os.path.isfile(name):
         return _from_file(name, overrides)
+    if name in builtin_recipes():
+        return _from_file(str(builtin_recipes()[name]), overrides)
     if os.path.isdir(name) or os.sep in name or Path(name).suffix in {".yaml", ".yml", ".jsonl"}:
         raise ConfigError(
             f"There is no file {name!r}.",

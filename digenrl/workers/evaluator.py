@@ -36,10 +36,15 @@ class Evaluation:
     """[n, H, W, 3], of videos [n, F, H, W, 3], of the first n prompts: all N of them, or those that are to be saved."""
     rewards: NDArray[np.float64]
     """[N], the weighted sum; NaN where invalid."""
-    parts: dict[str, float]
-    """Mean of every reward and part."""
+    part_values: Mapping[str, NDArray[np.float64]]
+    """``<reward>`` and ``<reward>/<part>`` -> [N], of those that are finite somewhere."""
     efforts: Mapping[str, Effort] = field(default_factory=dict)
     """What scoring took, by reward."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Mean of the finite values of every reward and part."""
+        return {name: float(np.nanmean(values)) for name, values in self.part_values.items()}
 
     @property
     def reward(self) -> float:
@@ -126,7 +131,7 @@ def summarise(images: NDArray[np.uint8], rewards: Rewards) -> Evaluation:
     return Evaluation(
         images=images,
         rewards=rewards.totals,
-        parts={name: float(np.nanmean(v)) for name, v in rewards.parts.items() if np.isfinite(v).any()},
+        part_values={name: np.where(np.isfinite(v), v, np.nan) for name, v in rewards.parts.items() if np.isfinite(v).any()},
         efforts=rewards.efforts,
     )
 

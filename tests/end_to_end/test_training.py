@@ -77,7 +77,15 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_folder_holds_all_that_the_documentation_promises(small_run: Path) -> None:
     files = {str(path.relative_to(small_run)) for path in small_run.rglob("*") if path.is_file()}
-    promised = {"recipe.yaml", "metrics.jsonl", "trace.jsonl", "summary.json", "reward.png", "samples/index.jsonl"}
+    promised = {
+        "recipe.yaml",
+        "metrics.jsonl",
+        "trace.jsonl",
+        "summary.json",
+        "reward.png",
+        "before_after.png",
+        "samples/index.jsonl",
+    }
     promised |= {f"checkpoints/step-000002/{part}.safetensors" for part in ("parameters", "optimizer", "ema")}
     assert promised <= files
 

@@ -50,6 +50,17 @@ def test_steps_without_a_reward_are_left_out(tmp_path: Path, drawn: Any) -> None
     assert drawn["training, per step"] == [(1.0, 0.5), (3.0, 0.75)]
 
 
+def test_held_out_categories_are_drawn_beside_it(tmp_path: Path, drawn: Any) -> None:
+    rows = [
+        {"kind": "eval", "step": 0, "reward": 0.5, "category/color/reward": 0.25, "category/color/shapes/strict": 0.0},
+        {"kind": "eval", "step": 4, "reward": 0.75, "category/color/reward": 0.5, "category/single/reward": 1.0},
+    ]
+    plot_reward([*train_rows(0.5), *rows], tmp_path / "reward.png", title="run")
+    assert (drawn["color"], drawn["single"]) == ([(0.0, 0.25), (4.0, 0.5)], [(4.0, 1.0)])
+    with Image.open(tmp_path / "reward.png") as picture:
+        assert picture.width > 840
+
+
 @pytest.mark.parametrize("rows", [[], train_rows(None), train_rows(0.5)], ids=["no rows", "no reward", "one step"])
 def test_a_run_that_stopped_early_still_has_a_picture(tmp_path: Path, rows: list[Row]) -> None:
     plot_reward(rows, tmp_path / "reward.png", title="a run_with $signs")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digenrl.metrics.sheet import _SIDE, _font, chosen_rows, contact_sheet, wrapped
+from digenrl.metrics.sheet import _SIDE, chosen_rows, contact_sheet, font, wrapped
 
 
 def flat(*colors: tuple[int, int, int], height: int = 8, width: int = 8) -> np.ndarray:
@@ -57,15 +57,14 @@ def test_at_most_64_pictures_are_shown_evenly_spread_from_the_first_to_the_last(
     ["", "short", "a very long prompt about an owl that flies at night over the sea", "x" * 400, "画" * 300, "a\tb\nc"],
 )
 def test_a_prompt_is_at_most_two_lines_that_fit_under_its_picture(text: str) -> None:
-    font = _font(12)
-    lines = wrapped(text, _SIDE, font)
+    lines = wrapped(text, _SIDE, font(12))
     assert len(lines) <= 2
-    assert all(font.getlength(line) <= _SIDE for line in lines)
+    assert all(font(12).getlength(line) <= _SIDE for line in lines)
     shown = " ".join(lines).rstrip("…").replace(" ", "")
     assert "".join(text.split()).startswith(shown)
     assert bool(shown) == bool(text)
 
 
 def test_a_prompt_that_is_cut_ends_in_an_ellipsis_and_one_that_fits_does_not() -> None:
-    assert wrapped("a red circle", _SIDE, _font(12)) == ["a red circle"]
-    assert wrapped("word " * 50, _SIDE, _font(12))[-1].endswith("…")
+    assert wrapped("a red circle", _SIDE, font(12)) == ["a red circle"]
+    assert wrapped("word " * 50, _SIDE, font(12))[-1].endswith("…")

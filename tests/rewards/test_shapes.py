@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from diffusers import AutoencoderKL
 from pydantic import ValidationError
 
 import digenrl
@@ -123,11 +125,107 @@ def test_merged_objects_are_not_two() -> None:
     assert verdict.soft < 0.5
 
 
-@pytest.mark.parametrize("wrong", [replace(RED_CIRCLE, color="orange"), replace(RED_CIRCLE, shape="square")])
-def test_a_wrong_colour_or_shape_costs_half_of_the_attributes(wrong: Placement) -> None:
-    verdict = verify(render([wrong]), ONE_RED_CIRCLE)
+def test_a_wrong_shape_costs_half_of_the_attributes() -> None:
+    verdict = verify(render([replace(RED_CIRCLE, shape="square")]), ONE_RED_CIRCLE)
+    assert (verdict.strict, verdict.soft) == (0.0, pytest.approx(0.65))  # 0.7 / 2 for the colour, 0.3 for the count
+
+
+def test_a_colour_that_the_caption_does_not_name_costs_more_than_a_swapped_one() -> None:
+    off_prompt = verify(render([replace(RED_CIRCLE, color="purple"), BLUE_SQUARE]), CIRCLE_AND_SQUARE)
+    swapped = verify(render([replace(RED_CIRCLE, color="blue"), BLUE_SQUARE]), CIRCLE_AND_SQUARE)
+    assert off_prompt.strict == swapped.strict == 0.0
+    assert off_prompt.soft < swapped.soft < 0.9
+
+
+def reconstructed(images: list[np.ndarray]) -> list[np.ndarray]:
+    """What the shipped model's autoencoder makes of pictures."""
+    vae = AutoencoderKL.from_pretrained(SHIPPED / "model" / "vae", torch_dtype=torch.float32).eval()
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        again = vae.decode(vae.encode(pixels).latent_dist.mean).sample
+    return [to_uint8(image) for image in (again.permute(0, 2, 3, 1).numpy() / 2 + 0.5)]
+
+
+def test_what_the_autoencoder_makes_of_a_rendered_scene_is_verified() -> None:
+    rng = np.random.default_rng(6)
+    scenes = random_scenes(250, rng)
+    images = [render(random_layout(scene, rng), background=rng.uniform(0.9, 1.0)) for scene in scenes]
+    assert share_verified(scenes, reconstructed(images)) == 1.0
+
+
+def one_too_many(layout: list[Placement]) -> np.ndarray:
+    return render([*layout, replace(layout[0], x=25, y=7, radius=4)])
+
+
+def speckled(layout: list[Placement]) -> np.ndarray:
+    image = render(layout)
+    image[2:31:7, 2:31:7] = (250, 130, 20)
+    return image
+
+
+def merged(layout: list[Placement]) -> np.ndarray:
+    return render([layout[0], replace(layout[1], x=layout[0].x + 7, y=layout[0].y + 2)])
+
+
+def on_a_coloured_ground(layout: list[Placement]) -> np.ndarray:
+    image = render(layout)
+    image[(image > 230).all(axis=-1)] = (160, 190, 255)
+    return image
+
+
+def striped(layout: list[Placement]) -> np.ndarray:
+    image = render(layout)
+    inside = (image[..., 2] > 200) & (image[..., 0] < 100)
+    inside[:, ::2] = False
+    image[inside] = (250, 130, 20)
+    return image
+
+
+ADVERSARIES = {
+    "blank": lambda layout: render(()),
+    "one_object_too_many": one_too_many,
+    "one_object_missing": lambda layout: render(layout[:1]),
+    "speckle": speckled,
+    "merged_shapes": merged,
+    "off_prompt_colour": lambda layout: render([layout[0], replace(layout[1], color="purple")]),
+    "coloured_ground": on_a_coloured_ground,
+    "stripes": striped,
+}
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_no_adversarial_picture_passes_or_comes_near_the_right_one(adversary: str) -> None:
+    layout = [replace(RED_CIRCLE, x=8, y=20, radius=5), replace(BLUE_SQUARE, x=23, y=24, radius=5)]
+    right = verify(render(layout), CIRCLE_AND_SQUARE)
+    assert (right.strict, right.soft) == (1.0, 1.0)
+    verdict = verify(ADVERSARIES[adversary](layout), CIRCLE_AND_SQUARE)
     assert verdict.strict == 0.0
-    assert verdict.soft == pytest.approx(0.65)  # 0.7 / 2 for the right half, 0.3 for the count
+    assert verdict.soft < 0.75 if adversary in ("off_prompt_colour", "stripes") else verdict.soft < 0.4
+
+
+def test_stripes_of_red_and_yellow_are_no_orange() -> None:
+    image = render([replace(RED_CIRCLE, color="yellow")])
+    inside = image[..., 2] < 60
+    inside[:, ::2] = False
+    image[inside] = (220, 30, 40)
+    (found,) = find_objects(image)
+    assert (found.shape, found.color) == ("circle", None)
+
+
+def test_a_blob_between_a_circle_and_a_triangle_is_neither() -> None:
+    image = render([replace(RED_CIRCLE, radius=4)])
+    upper = render([replace(RED_CIRCLE, shape="triangle", radius=4)])
+    image[:10] = upper[:10]
+    (found,) = find_objects(image)
+    assert found.shape is None
+
+
+def test_an_object_too_many_costs_more_than_one_too_few() -> None:
+    places = [(9, 9), (23, 9), (9, 23), (23, 23)]
+    circles = [replace(RED_CIRCLE, x=x, y=y, radius=4) for x, y in places]
+    three = Scene("counting", (("circle", "red"),) * 3)
+    too_few, too_many = (verify(render(circles[:count]), three).soft for count in (2, 4))
+    assert too_many < too_few < 0.5
 
 
 def test_swapped_colours_are_noticed() -> None:
@@ -226,8 +324,8 @@ def test_the_value_is_the_weighted_mean_of_both_verdicts() -> None:
     for strict_weight, soft_weight in ((0.5, 0.5), (3.0, 1.0), (0.0, 2.0), (1.0, 0.0)):
         reward = ShapesReward(ShapesSettings(strict_weight=strict_weight, soft_weight=soft_weight))
         score = reward.score([wrong_colour])[wrong_colour.id]
-        assert score.parts == {"strict": 0.0, "soft": pytest.approx(0.65)}
-        assert score.value == pytest.approx(0.65 * soft_weight / (strict_weight + soft_weight))
+        assert score.parts == {"strict": 0.0, "soft": pytest.approx(0.475)}  # 0.7 / 4 for the shape, 0.3 for the count
+        assert score.value == pytest.approx(0.475 * soft_weight / (strict_weight + soft_weight))
 
 
 @pytest.mark.parametrize(("strict_weight", "soft_weight"), [(0.0, 0.0), (-1.0, 2.0), (1.0, float("inf"))])

@@ -64,8 +64,8 @@ def _lines() -> Iterator[str]:
         "```",
         "",
         "```",
-        "digenrl check recipes/quickstart.yaml                     # every mistake with its line; no model is loaded",
-        "digenrl train recipes/quickstart.yaml train.steps=20      # any key can be changed on the command line",
+        "digenrl check quickstart                     # a file, or a built-in recipe by name; no model is loaded",
+        "digenrl train quickstart train.steps=20      # any key can be changed on the command line",
         "```",
         "",
         "Unknown keys and wrong types are errors. Below, a key is written as an override takes it; `N` is a place in a list, "

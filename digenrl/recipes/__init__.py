@@ -1,0 +1,1 @@
+"""The built-in recipes, YAML files that the command line takes by name: ``digenrl train quickstart``."""
