@@ -37,7 +37,7 @@ class Evaluation:
     rewards: NDArray[np.float64]
     """[N], the weighted sum; NaN where invalid."""
     parts: dict[str, float]
-    """Mean of every reward and part."""
+    """Mean of the finite values of every reward and part."""
     efforts: Mapping[str, Effort] = field(default_factory=dict)
     """What scoring took, by reward."""
 
@@ -126,7 +126,7 @@ def summarise(images: NDArray[np.uint8], rewards: Rewards) -> Evaluation:
     return Evaluation(
         images=images,
         rewards=rewards.totals,
-        parts={name: float(np.nanmean(v)) for name, v in rewards.parts.items() if np.isfinite(v).any()},
+        parts={name: float(v[np.isfinite(v)].mean()) for name, v in rewards.parts.items() if np.isfinite(v).any()},
         efforts=rewards.efforts,
     )
 
