@@ -138,6 +138,21 @@ def test_a_fault_that_stays_stops_in_time_and_is_never_a_score(fault: str) -> No
     assert "--resume" in caught.value.fix
 
 
+def test_an_answer_that_is_none_is_asked_for_three_times_and_no_more() -> None:
+    server = FaultyServer(then=scores(lambda all_: all_[:-1]))
+    with serving(server) as url, pytest.raises(RewardUnavailable, match="answered 3 times with something else than scores"):
+        client(url, deadline_s=60).score(SAMPLES[:1])
+    assert len(server.requests) == 3
+
+
+def test_a_request_that_is_refused_for_good_ends_the_waiting_of_the_others() -> None:
+    with serving(FaultyServer([status(503, Retry_After="15")], then=status(400))) as url:
+        reward, began = client(url, deadline_s=60, max_inflight=2), time.monotonic()
+        with pytest.raises(RewardUnavailable, match="HTTP 400"):
+            reward.score(SAMPLES)
+        assert time.monotonic() - began < 10
+
+
 def drips(head: bytes, each: bytes) -> type:
     """A server that is healthy, and then answers piece by piece, for three seconds."""
     import socketserver
