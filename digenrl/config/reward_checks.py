@@ -6,6 +6,7 @@ asked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,7 @@ def _check_weights(key: str, rewards: Sequence[RewardSpec]) -> None:
         raise ConfigError(
             f"All weights in {key} are 0.", why="Every sample would have the same reward.", fix="Give one a weight of 1."
         )
-    if sum(weights) == 0:
+    if abs(math.fsum(weights)) <= 1e-9 * math.fsum(map(abs, weights)):  # 0.1 + 0.2 - 0.3 is not 0 in floating point
         raise ConfigError(
             f"The weights in {key} ({', '.join(f'{weight:g}' for weight in weights)}) sum to 0.",
             why="What is good by one reward would be as bad by the others, so that a sample that all like is worth nothing.",

@@ -18,7 +18,11 @@ class RewardSpec(ComponentSpec):
     """One reward of the weighted sum."""
 
     weight: float = Field(default=1.0, description="Weight in the sum that is trained on.")
-    name: str = Field(default="", description="Name in logs; the type when not given.")
+    name: str = Field(
+        default="",
+        pattern=r"^[^/\x00-\x1f]*$",
+        description="Name in logs; the type when not given. Without `/`, which sets off a reward's parts.",
+    )
     batch_size: int | None = Field(
         default=None,
         ge=1,

@@ -54,6 +54,12 @@ def _dance_grpo(path: Path) -> Iterator[Row]:
         caption = item.get("caption") if isinstance(item, dict) else None
         if not isinstance(caption, str):
             raise _no_prompt(path, number, "caption")
+        if item.get("prompt", caption) != caption:
+            raise ConfigError(
+                f"{path}: row {number} (from 0) has another `prompt` beside its `caption`.",
+                why="The caption is what this format is trained on, and a prompt file has one prompt a line.",
+                fix="Take one of them out, or choose the format that the file has.",
+            )
         # Embeddings of one text encoder, in fields with and without a _path: prompts are encoded anew here.
         rest = {key: value for key, value in item.items() if not (isinstance(value, str) and value.endswith(".pt"))}
         yield {"prompt": rest.pop("caption"), **rest}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,16 +37,25 @@ def _by_key(text: str, key: str) -> float:
     text = text.strip()
     fenced = _FENCE.match(text)
     try:
-        plain = json.loads(fenced[1] if fenced else text)
+        plain = json.loads(fenced[1] if fenced else text, object_pairs_hook=_without_doubles)
         value = plain.get(key) if isinstance(plain, dict) else None
         return math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
     except (ValueError, OverflowError, RecursionError):
         return math.nan
 
 
+def _without_doubles(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. Raises ValueError where a key stands twice, of which json would take the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
 def _by_regex(text: str, pattern: str) -> float:
     found = re.findall(pattern, text)
     try:
-        return float(found[0]) if len(found) == 1 else math.nan
+        # Python's underscores between digits are nobody's way to write a score.
+        return float(found[0]) if len(found) == 1 and "_" not in found[0] else math.nan
     except ValueError:
         return math.nan

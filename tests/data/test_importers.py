@@ -75,6 +75,7 @@ def test_chats_of_verl_become_prompts_with_their_ground_truth(tmp_path: Path) ->
     [
         ("verl", "x.parquet", "not parquet", "is not a parquet file"),
         ("dance_grpo", "x.json", '[{"caption": 3}]', "row 0 (from 0) has no text in `caption`"),
+        ("dance_grpo", "x.json", '[{"caption": "a dog", "prompt": "a cat"}]', "another `prompt` beside its `caption`"),
         ("dance_grpo", "x.json", "{}", "is not a list"),
         ("dance_grpo", "x.json", "[]", "holds no prompts"),
         ("flow_grpo", "x.jsonl", '{"text": "a"}', "has no `prompt`"),

@@ -67,6 +67,18 @@ CASES = {
         "worth nothing",
         "Let the weights sum to something else",
     ),
+    "weights that sum to 0 but for rounding": (
+        "{type: jpeg, weight: 0.1}, {type: brightness, weight: 0.2}, {type: sharpness, weight: -0.3}",
+        "weights in rewards (0.1, 0.2, -0.3) sum to 0",
+        "worth nothing",
+        "Let the weights sum to something else",
+    ),
+    "a name that another reward's part has": (
+        "{type: jpeg}, {type: jpeg, name: jpeg/kilobytes}",
+        "rewards.1.name",
+        "",
+        "",
+    ),
     "samples of another size": (
         "{type: 'own_rewards:Portrait', height: 48}",
         "scores pictures of 48 x 32 pixels, and rollout.height x rollout.width is 32 x 32",

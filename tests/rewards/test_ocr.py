@@ -42,7 +42,10 @@ def test_twenty_rendered_texts_score_above_the_same_texts_with_wrong_ends(ocr: W
         for kind, text in enumerate((word, broken)):
             prompt = f'a sign that says "{word}" above a "door"'
             samples.append(RewardSample(id=SampleId(0, number, kind), prompt=prompt, metadata={}, image=page(text, number)))
-    totals = ocr.score(samples).totals.reshape(-1, 2)
+    scored = ocr.score(samples)
+    totals = scored.totals.reshape(-1, 2)
+    assert np.array_equal(scored.parts["ocr/exact"], scored.totals == 1)
+    assert 0 < scored.parts["ocr/exact"].mean() < 1
     assert (totals[:, 0] > totals[:, 1]).all(), [w for w, (good, bad) in zip(WORDS, totals, strict=True) if not good > bad]
     assert totals[:, 0].mean() > 0.9
 

@@ -74,6 +74,8 @@ def test_the_key_comes_from_the_environment_and_nowhere_else(monkeypatch: pytest
         ({}, '{"score": -0.1}', None),
         ({}, '{"value": 7}', None),
         ({}, 'The score is {"score": 7}', None),
+        ({}, '{"score": 9, "score": 1}', None),
+        ({}, '{"why": {"score": 9, "score": 1}, "score": 2}', None),
         ({}, "7", None),
         ({}, "", None),
         ({}, "[" * 50_000, None),
@@ -83,6 +85,8 @@ def test_the_key_comes_from_the_environment_and_nowhere_else(monkeypatch: pytest
         ({"score_regex": r"Score: (-?[\d.]+)"}, "Score: 1.2.3", None),
         ({"score_regex": r"Score: (-?[\d.]+)"}, "8", None),
         ({"score_regex": r"(\w+)$", "maximum": 5}, "infinity", None),
+        ({"score_regex": r"Score: (\S+)"}, "Score: 1_0", None),
+        ({"score_regex": r"Score: (\S+)"}, "Score: nan", None),
     ],
 )
 def test_a_score_is_read_strictly_or_not_at_all(settings: dict[str, Any], answer: str, score: float | None) -> None:

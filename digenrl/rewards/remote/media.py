@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 import math
+import tokenize
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
@@ -22,7 +23,7 @@ PNG, NPY, MP4 = "image/png", "video/npy", "video/mp4"
 READ = (PNG, NPY, MP4)
 """What a server of ours reads."""
 MOST_PIXELS = 2**28
-"""Of one image, or of all frames of a video: what a request may unpack to."""
+"""Of one image, or of all frames of a video: what a part may unpack to."""
 VideoFormat = Literal["npy", "mp4"]
 _ENCODER = "libx264rgb"
 
@@ -117,7 +118,7 @@ def _read_npy(content: bytes) -> NDArray[np.uint8]:
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
     except UnreadableRequest:
         raise
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, tokenize.TokenError) as error:  # numpy reads a header as a Python literal
         raise UnreadableRequest(f"a video is not an npy file: {error}") from error
     if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
         raise UnreadableRequest(f"a video has dtype {dtype} and shape {shape}; uint8 [F, H, W, 3] in C order is asked for")
@@ -133,9 +134,10 @@ def _read_mp4(content: bytes) -> NDArray[np.uint8]:
     try:
         with av.open(io.BytesIO(content), "r", format="mp4") as container:
             streams = container.streams.video
-            if len(streams) != 1 or streams[0].codec_context.name != "h264":
+            stream = streams[0] if len(streams) == 1 else None
+            # Of a codec that this FFmpeg does not know, there is no context.
+            if stream is None or stream.codec_context is None or stream.codec_context.name != "h264":
                 raise UnreadableRequest("a video is not one stream of H.264")
-            stream = streams[0]
             stream.thread_count = 1
             if stream.codec_context.height * stream.codec_context.width * max(stream.frames, 1) > MOST_PIXELS:
                 raise UnreadableRequest(f"a video has more than {MOST_PIXELS} pixels in all")

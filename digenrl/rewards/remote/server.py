@@ -1,8 +1,8 @@
 """The service behind ``digenrl reward-serve``: ``GET /health`` and ``POST /v1/score``, as wire says them.
 
 Invariants: with a token, nobody is answered without it; without one, only this machine can ask (the command sees to it); a
-request is read no further than its limit; nothing is unpickled; one request is scored at a time, and those that would wait
-behind too many are told to come again.
+request is read no further than its limit; nothing is unpickled; one request is scored at a time, those that would wait
+behind too many are told to come again, and one whose caller has hung up is not scored.
 """
 
 from __future__ import annotations
@@ -104,6 +104,9 @@ class _Desk:
             except TimeoutError as error:
                 raise _Refused(408, f"the request did not arrive within {self._limits.read_s:g} s") from error
             async with self._turn:
+                if await request.is_disconnected():
+                    # It has given up waiting, and usually asks again: to score this one too would make it wait longer still.
+                    raise _Refused(408, "nobody waits for the answer")
                 return await asyncio.to_thread(self._work, content)
         finally:
             self._present -= 1

@@ -26,6 +26,8 @@ from digenrl.rewards.http import UnreadableAnswer
 from digenrl.rewards.remote.media import NPY, PNG, UnreadableRequest, VideoFormat, decode_media, encode_media
 
 SCHEMA = 1
+MOST_PIXELS_IN_ALL = 2**30
+"""Of all samples of a request: small files can hold large pictures."""
 ANYTHING = Needs(media=MEDIA)
 
 
@@ -67,10 +69,16 @@ def decode_request(content: bytes) -> tuple[str, tuple[RewardSample, ...]]:
     request, samples = plain.get("request"), plain.get("samples")
     if not isinstance(request, str) or not isinstance(samples, list) or not samples:
         raise UnreadableRequest("`request` (a text) or `samples` (a list of at least one) is missing")
-    read = tuple(_decode_sample(number, sample) for number, sample in enumerate(samples))
+    read: list[RewardSample] = []
+    pixels = 0
+    for number, sample in enumerate(samples):
+        read.append(_decode_sample(number, sample))
+        pixels += read[-1].image.size // 3
+        if pixels > MOST_PIXELS_IN_ALL:
+            raise UnreadableRequest(f"its pictures have more than {MOST_PIXELS_IN_ALL} pixels in all: send fewer samples")
     if len({sample.id for sample in read}) != len(read):
         raise UnreadableRequest("two samples have the same id")
-    return request, read
+    return request, tuple(read)
 
 
 def encode_answer(request: str, scores: Mapping[SampleId, Score]) -> bytes:

@@ -18,11 +18,11 @@ from digenrl.config.loader import load_reward
 from digenrl.config.reward_checks import Needs, SampleKind
 from digenrl.errors import ConfigError
 from digenrl.rewards.compose import WeightedRewards
-from digenrl.rewards.remote import client, media
+from digenrl.rewards.remote import client, media, wire
 from digenrl.rewards.remote.client import RemoteReward
 from digenrl.rewards.remote.media import MP4, UnreadableRequest, decode_media, encode_media
 from digenrl.rewards.remote.server import make_app
-from digenrl.rewards.remote.wire import encode_request
+from digenrl.rewards.remote.wire import decode_request, encode_request
 from tests.conftest import RecipeMaker
 from tests.rewards.services import FaultyServer, free_port, pictures, serving
 
@@ -77,6 +77,34 @@ def test_an_mp4_that_would_unpack_to_too_much_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(media, "MOST_PIXELS", 5 * 16 * 16)
     with pytest.raises(UnreadableRequest, match="more than"):
         decode_media(sent)
+
+
+def test_a_request_of_small_files_with_large_pictures_is_refused_before_all_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = encode_request("r", pictures(3, size=16))
+    monkeypatch.setattr(wire, "MOST_PIXELS_IN_ALL", 2 * 16 * 16)
+    with pytest.raises(UnreadableRequest, match="512 pixels in all"):
+        decode_request(content)
+    monkeypatch.setattr(wire, "MOST_PIXELS_IN_ALL", 3 * 16 * 16)
+    assert len(decode_request(content)[1]) == 3
+
+
+@pytest.mark.parametrize("kind", ["image/png", "video/npy", "video/mp4"])
+def test_a_damaged_part_is_read_or_refused_and_nothing_else(kind: str) -> None:
+    sent = encode_media(video(16, 16) if kind == "image/png" else video(3, 16, 16), "mp4" if kind == MP4 else "npy", 8)
+    content, random = base64.b64decode(sent["data"]), np.random.default_rng(0)
+    damaged = [content[: int(random.integers(len(content)))] for _ in range(50)]
+    for _ in range(300):
+        copy = bytearray(content)
+        for place in random.integers(len(content) if kind != "video/npy" else 140, size=3):
+            copy[place] = random.integers(256)
+        damaged.append(bytes(copy))
+    refused = 0
+    for each in damaged:
+        try:
+            decode_media({"type": kind, "data": base64.b64encode(each).decode()})
+        except UnreadableRequest:
+            refused += 1
+    assert refused > 50
 
 
 def clips() -> list[Any]:
