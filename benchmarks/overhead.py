@@ -60,7 +60,7 @@ def recipe_of(size: Size, threads: int, repeats: int, output_dir: str, processes
     )
     return {
         "run": {"name": "overhead", "output_dir": output_dir, "device": "cpu", "threads_per_worker": threads},
-        "model": {"type": "sd3", "path": "builtin:shapes", "max_sequence_length": 0, "lora": {"rank": 16, "alpha": 32}},
+        "model": {"type": "sd3", "path": "builtin:shapes", "max_sequence_length": 10, "lora": {"rank": 16, "alpha": 32}},
         "data": {"prompts": "builtin:shapes/train.jsonl", "stratify_by": "category"},
         "rollout": {
             "prompts_per_step": size.prompts,

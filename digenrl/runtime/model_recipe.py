@@ -5,12 +5,14 @@ Invariants: no weight is read, and no code of the folder is run; what the files 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from digenrl.config.builtin import PREFIX, resolve
 from digenrl.config.families import FAMILIES
 from digenrl.config.loader import recipe_from_plain
 from digenrl.config.schema import Recipe
+from digenrl.config.settings.models import SD3Settings
 from digenrl.errors import ConfigError
 from digenrl.models.loading import quiet_libraries
 
@@ -27,6 +29,8 @@ def recipe_of_model(source: str, *, height: int | None, width: int | None) -> Re
     model: dict[str, Any] = {"type": family, "path": source}
     if family == "sd3" and not _is_present(index.get("text_encoder_3")):
         model["max_sequence_length"] = 0
+    elif family == "sd3" and (limit := _shortest_text(source)) is not None:
+        model["max_sequence_length"] = limit
     return recipe_from_plain(
         {
             "run": {"name": "model"},
@@ -77,6 +81,16 @@ def _trained_size(source: str, index: dict[str, Any]) -> int:
             fix="Give the size: --height 512 --width 512.",
         )
     return int(size * 2 ** (len(levels) - 1))
+
+
+def _shortest_text(source: str) -> int | None:
+    """Tokens that a local model's T5 tokenizer asks for, where these are less than the usual 256."""
+    path = resolve(source, where="model") / "tokenizer_3" / "tokenizer_config.json"
+    try:
+        limit = json.loads(path.read_text(encoding="utf-8")).get("model_max_length")
+    except (OSError, ValueError):  # on the hub, or not to be read: loading will tell
+        return None
+    return limit if isinstance(limit, int) and 0 < limit < SD3Settings().max_sequence_length else None
 
 
 def _diffusers_class(source: str, index: dict[str, Any], component: str) -> Any:

@@ -42,7 +42,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shapes_recipe(tiny_recipe: RecipeMaker, held_out: Path) -> Recipe:
     return tiny_recipe(
-        model={"path": "builtin:shapes", "max_sequence_length": 0, "lora": {"rank": 4, "alpha": 16}},
+        model={"path": "builtin:shapes", "max_sequence_length": 10, "lora": {"rank": 4, "alpha": 16}},
         train={"ema": {"decay": 0.9}},
         eval={"prompts": str(held_out), "num_inference_steps": 4},
         rewards=REWARDS,

@@ -30,16 +30,21 @@ from digenrl.training.checkpoint import load_newest
 RecipeMaker = Callable[..., Recipe]
 SAME = 1e-6
 """Largest difference of a loaded export from the trainer: the issue's; measured 0."""
-KINDS = ("lora-t5", "full-t5", "lora-shapes", "full-shapes")
+KINDS = ("lora-t5", "full-t5", "lora-bare", "full-shapes")
+"""How it was trained, and what: the tiny SD3 with and without T5, and the shipped model."""
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: RecipeMaker) -> dict[str, Path]:
-    """A LoRA run with alpha != rank and a full one, on the tiny SD3 with T5 and on the shipped model. Read only."""
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: RecipeMaker, tiny_sd3_without_t5: Path) -> dict[str, Path]:
+    """A run of each kind, those with LoRA with alpha != rank. Read only."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
     for kind in KINDS:
         what, base = kind.split("-")
-        model: dict[str, Any] = {"path": "builtin:shapes", "max_sequence_length": 0} if base == "shapes" else {}
+        model: dict[str, Any] = {
+            "t5": {},
+            "bare": {"path": str(tiny_sd3_without_t5), "max_sequence_length": 0},
+            "shapes": {"path": "builtin:shapes", "max_sequence_length": 10},
+        }[base]
         lora = {"rank": 4, "alpha": 16} if what == "lora" else None
         evaluation = {"prompts": "builtin:shapes/heldout.jsonl", "num_inference_steps": 3}
         recipe = tiny_recipe(model={**model, "lora": lora}, train={"ema": {"decay": 0.9}}, eval=evaluation)
@@ -56,8 +61,10 @@ def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return {kind: folder / kind for kind in runs}
 
 
-def base_of(kind: str, tiny_sd3: Path) -> Path:
-    return tiny_sd3 if kind.endswith("t5") else resolve("builtin:shapes", where="test")
+@pytest.fixture(scope="session")
+def bases(tiny_sd3: Path, tiny_sd3_without_t5: Path) -> dict[str, Path]:
+    shapes = resolve("builtin:shapes", where="test")
+    return {"lora-t5": tiny_sd3, "full-t5": tiny_sd3, "lora-bare": tiny_sd3_without_t5, "full-shapes": shapes}
 
 
 def pipeline_of(folder: Path, *, with_t5: bool) -> Any:
@@ -66,11 +73,11 @@ def pipeline_of(folder: Path, *, with_t5: bool) -> Any:
     return StableDiffusion3Pipeline.from_pretrained(str(folder), dtype=torch.float32, **empty)
 
 
-def plain_pipeline(kind: str, exported: Path, tiny_sd3: Path) -> Any:
-    with_t5 = kind.endswith("t5")
+def plain_pipeline(kind: str, exported: Path, bases: dict[str, Path]) -> Any:
+    with_t5 = not kind.endswith("bare")
     if kind.startswith("full"):
         return pipeline_of(exported, with_t5=with_t5)
-    pipeline = pipeline_of(base_of(kind, tiny_sd3), with_t5=with_t5)
+    pipeline = pipeline_of(bases[kind], with_t5=with_t5)
     pipeline.load_lora_weights(str(exported))
     return pipeline
 
@@ -108,11 +115,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_diffusers_reproduces_the_trainer_and_not_the_base(
-    kind: str, runs: dict[str, Path], exports: dict[str, Path], tiny_sd3: Path
+    kind: str, runs: dict[str, Path], exports: dict[str, Path], bases: dict[str, Path]
 ) -> None:
     trained, adapter = trainers_velocity(runs[kind], "ema")
-    loaded = velocity_of(plain_pipeline(kind, exports[kind], tiny_sd3).transformer, adapter)
-    base = velocity_of(pipeline_of(base_of(kind, tiny_sd3), with_t5=kind.endswith("t5")).transformer, adapter)
+    loaded = velocity_of(plain_pipeline(kind, exports[kind], bases).transformer, adapter)
+    base = velocity_of(pipeline_of(bases[kind], with_t5=not kind.endswith("bare")).transformer, adapter)
     assert distance(loaded, trained) <= SAME
     assert distance(base, trained) > 1e-2
     raw, _ = trainers_velocity(runs[kind], "raw")
@@ -120,10 +127,12 @@ def test_plain_diffusers_reproduces_the_trainer_and_not_the_base(
 
 
 @pytest.mark.parametrize("kind", ["lora-t5", "full-shapes"])
-def test_raw_weights_are_exported_when_asked_for(kind: str, runs: dict[str, Path], tmp_path: Path, tiny_sd3: Path) -> None:
+def test_raw_weights_are_exported_when_asked_for(
+    kind: str, runs: dict[str, Path], tmp_path: Path, bases: dict[str, Path]
+) -> None:
     export.run(str(runs[kind]), str(tmp_path / "out"), weights="raw")
     trained, adapter = trainers_velocity(runs[kind], "raw")
-    loaded = velocity_of(plain_pipeline(kind, tmp_path / "out", tiny_sd3).transformer, adapter)
+    loaded = velocity_of(plain_pipeline(kind, tmp_path / "out", bases).transformer, adapter)
     assert distance(loaded, trained) <= SAME
     assert "raw weights" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
 
@@ -150,11 +159,11 @@ def test_peft_loads_the_same_folder(runs: dict[str, Path], exports: dict[str, Pa
     assert distance(velocity_of(loaded, adapter), trained) <= SAME
 
 
-def code_of(exported: Path, tiny_sd3: Path) -> dict[str, Any]:
+def code_of(exported: Path, base: Path) -> dict[str, Any]:
     """What the code on the card defines, once the folder of a base that is on no hub is filled in."""
     card = (exported / "README.md").read_text(encoding="utf-8")
     code = card.partition("```python\n")[2].partition("```")[0]
-    code = code.replace(f"base = {tiny_sd3.name!r}  # the folder of the base model", f"base = {str(tiny_sd3)!r}")
+    code = code.replace(f"base = {base.name!r}  # the folder of the base model", f"base = {str(base)!r}")
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)
     return names
@@ -162,19 +171,19 @@ def code_of(exported: Path, tiny_sd3: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_code_on_the_card_draws_a_picture(
-    kind: str, exports: dict[str, Path], tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, exports: dict[str, Path], bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(exports[kind])
-    names = code_of(exports[kind], tiny_sd3)
+    names = code_of(exports[kind], bases[kind])
     assert names["image"].size == (32, 32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_card_has_what_the_hub_and_a_reader_ask_for(kind: str, exports: dict[str, Path], runs: dict[str, Path]) -> None:
+def test_the_card_has_what_the_hub_and_a_reader_ask_for(kind: str, exports: dict[str, Path], bases: dict[str, Path]) -> None:
     card = (exports[kind] / "README.md").read_text(encoding="utf-8")
     header = yaml.safe_load(card.split("---\n")[1])
     is_lora, is_shipped = kind.startswith("lora"), kind.endswith("shapes")
-    assert header["base_model"] == ("digenrl-tiny-shapes" if is_shipped else "sd3")
+    assert header["base_model"] == ("digenrl-tiny-shapes" if is_shipped else bases[kind].name)
     assert header["library_name"] == "diffusers"
     assert {"text-to-image", "digenrl"} | ({"lora"} if is_lora else set()) <= set(header["tags"])
     assert ("lora" in header["tags"]) == is_lora
@@ -184,15 +193,15 @@ def test_the_card_has_what_the_hub_and_a_reader_ask_for(kind: str, exports: dict
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_path_of_this_machine_is_in_an_export(kind: str, exports: dict[str, Path], tiny_sd3: Path) -> None:
+def test_no_path_of_this_machine_is_in_an_export(kind: str, exports: dict[str, Path], bases: dict[str, Path]) -> None:
     for path in exports[kind].rglob("*"):
         if path.is_file():
-            assert str(tiny_sd3.parent).encode() not in path.read_bytes(), path.name
+            assert str(bases[kind].parent).encode() not in path.read_bytes(), path.name
             assert str(resolve("builtin:shapes", where="test")).encode() not in path.read_bytes(), path.name
 
 
 def test_the_reward_curve_is_on_the_card_where_the_run_has_one(runs: dict[str, Path], tmp_path: Path) -> None:
-    run = Path(shutil.copytree(runs["lora-shapes"], tmp_path / "run"))
+    run = Path(shutil.copytree(runs["lora-bare"], tmp_path / "run"))
     (run / "reward.png").write_bytes(b"a picture")
     export.run(str(run), str(tmp_path / "out"))
     assert (tmp_path / "out" / "reward.png").read_bytes() == b"a picture"
@@ -249,7 +258,7 @@ def test_the_sigma_shift_of_the_recipe_is_not_lost(
 def test_a_folder_that_holds_something_is_left_alone(runs: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     with pytest.raises(ConfigError, match="not an empty folder"):
-        export.run(str(runs["lora-shapes"]), str(tmp_path))
+        export.run(str(runs["lora-bare"]), str(tmp_path))
     assert os.listdir(tmp_path) == ["mine"]
 
 
@@ -265,7 +274,7 @@ def test_an_export_that_fails_half_way_leaves_nothing(
 
     monkeypatch.setattr(model_card, "model_card", fails)
     with pytest.raises(OSError, match="no space"):
-        export.run(str(runs["lora-shapes"]), str(tmp_path / "out"))
+        export.run(str(runs["lora-bare"]), str(tmp_path / "out"))
     assert seen == [["pytorch_lora_weights.safetensors"]], "the weights had been written by then"
     assert os.listdir(tmp_path) == []
 

@@ -94,10 +94,10 @@ def test_a_run_from_a_machine_with_more_gpus_opens_on_what_is_here(copied_run: P
         find_model(str(copied_run), OpenOptions(device="cuda:99"))
 
 
-def test_the_shipped_model_opens_at_the_size_it_was_trained_at() -> None:
+def test_the_shipped_model_opens_at_the_size_and_the_text_length_it_was_trained_at() -> None:
     saved = find_model("builtin:shapes")
     assert (saved.recipe.rollout.height, saved.recipe.rollout.width) == (32, 32)
-    assert saved.recipe.model.settings.model_dump()["max_sequence_length"] == 0
+    assert saved.recipe.model.settings.model_dump()["max_sequence_length"] == 10
     assert (saved.weights, saved.run, saved.held_out, saved.name) == ("base", None, None, "shapes")
 
 

@@ -195,7 +195,7 @@ def test_the_ratio_is_exactly_one_in_bfloat16_too(lora: dict[str, Any] | None, m
 def test_the_ratio_is_exactly_one_on_the_shipped_model(make_rig: RigMaker) -> None:
     recorder, _ = on_policy(
         make_rig,
-        model={"path": "builtin:shapes", "max_sequence_length": 0},
+        model={"path": "builtin:shapes", "max_sequence_length": 10},
         rollout={"num_generations": 4, "forward_batch_size": 6},
         train={"steps": 1, "timestep_batch_size": 6},
     )
@@ -207,7 +207,7 @@ def test_the_ratio_is_exactly_one_on_the_shipped_model(make_rig: RigMaker) -> No
 def test_other_forward_shapes_move_a_log_probability_by_a_millionth_at_most(
     forward: int, training: int | str, path: str, make_rig: RigMaker
 ) -> None:
-    model = {} if path == "tiny" else {"path": path, "max_sequence_length": 0}
+    model = {} if path == "tiny" else {"path": path, "max_sequence_length": 10}
     recorder, _ = on_policy(
         make_rig,
         model=model,
