@@ -14,9 +14,12 @@ import pytest
 from digenrl.cli.evaluate import run as evaluate
 from digenrl.cli.export import run as export
 from digenrl.cli.train import run as train
-from digenrl.config.loader import load_recipe
+from digenrl.config.loader import load_recipe, load_reward
+from digenrl.data.importers import import_prompts
 from digenrl.data.prompts import load_prompts
 from digenrl.errors import DigenError
+from digenrl.rewards.compose import WeightedRewards
+from digenrl.rewards.neural import read_tensors
 from digenrl.simulation.source import load_source
 from digenrl.trace.record import read_trace
 
@@ -33,7 +36,7 @@ class Bomb:
 def as_file(folder: Path, name: str) -> Path:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps(Bomb()))
+    path.write_bytes(pickle.dumps(Bomb(), protocol=2))
     return path
 
 
@@ -42,7 +45,19 @@ def model_folder(folder: Path) -> None:
     shutil.copytree(MODEL, folder / "model")
     (folder / "model" / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     as_file(folder, "model/transformer/diffusion_pytorch_model.bin")
-    train(QUICKSTART, [f"model.path={folder / 'model'}", f"run.output_dir={folder / 'run'}"], resume=None)
+    train(
+        QUICKSTART,
+        ["cluster.placement=inline", f"model.path={folder / 'model'}", f"run.output_dir={folder / 'run'}"],
+        resume=None,
+    )
+
+
+def weights_of_a_clip(folder: Path) -> None:
+    as_file(folder, "clip/pytorch_model.bin")
+    shutil.copytree(MODEL / "tokenizer", folder / "clip", dirs_exist_ok=True)
+    (folder / "clip" / "config.json").write_text('{"model_type": "clip"}')
+    (folder / "clip" / "preprocessor_config.json").write_text('{"size": 8, "crop_size": 8, "image_mean": [], "image_std": []}')
+    WeightedRewards.from_recipe([load_reward("clip_score", [f"path={folder / 'clip'}", "device=cpu"])])
 
 
 LOADERS: dict[str, Callable[[Path], object]] = {
@@ -63,6 +78,10 @@ LOADERS: dict[str, Callable[[Path], object]] = {
         device=None,
     ),
     "model folder": model_folder,
+    "data of verl": lambda folder: import_prompts("verl", as_file(folder, "train.parquet")),
+    "data of DanceGRPO": lambda folder: import_prompts("dance_grpo", as_file(folder, "videos2caption.json")),
+    "weights of a CLIP": weights_of_a_clip,
+    "weights of an aesthetic predictor": lambda folder: read_tensors(str(as_file(folder, "head.pth")), ()),
 }
 
 
@@ -70,7 +89,7 @@ LOADERS: dict[str, Callable[[Path], object]] = {
 def test_a_pickle_is_refused_and_never_runs(loader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marker = tmp_path / "ran"
     monkeypatch.setenv("DIGENRL_TEST_MARKER", str(marker))
-    with pytest.raises(DigenError):
+    with pytest.raises((DigenError, pickle.UnpicklingError)):
         LOADERS[loader](tmp_path)
     assert not marker.exists()
 

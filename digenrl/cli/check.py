@@ -8,21 +8,29 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from digenrl.cli.environment import note
 from digenrl.cli.workers import worker_lines, workers_of
 from digenrl.config.arithmetic import padding_advice, step_arithmetic
 from digenrl.config.builtin import resolve
 from digenrl.config.checks import MIXED_LENGTHS, check_recipe, mixes_prompt_lengths
 from digenrl.config.loader import load_recipe
 from digenrl.config.model_folder import ModelFolder
+from digenrl.config.reward_checks import check_needs, held_out_samples, trained_samples
+from digenrl.config.reward_list import RewardSpec
 from digenrl.config.schema import Recipe
-from digenrl.data.prompts import load_prompts
+from digenrl.config.settings.remote_rewards import RemoteSettings
+from digenrl.data.prompts import Prompt, load_prompts
 from digenrl.data.sampler import PromptSampler
+from digenrl.errors import ConfigError
 from digenrl.scheduling.micro_batches import cut_into_micro_batches, idle_share, spread_over_ranks
 from digenrl.scheduling.settings import stale_quota
 from digenrl.simulation.memory import check_memory, holders, memory_lines, memory_of
 from digenrl.simulation.model_sizes import sizes_of
 from digenrl.simulation.run import simulate
 from digenrl.simulation.source import load_source
+
+_SERVICE_S = 2.0
+"""How long a service may take to answer ``check``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +46,12 @@ class Inspection:
 
 def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
     """Print the arithmetic of a step, or raise ConfigError."""
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides, say=note)
     found = inspect(recipe)
+    warnings = (*found.warnings, *service_warnings(recipe))
     sums, advice = step_arithmetic(recipe), padding_advice(recipe)
     if as_json:
-        plain = dataclasses.asdict(sums) | {"prompts_in_file": found.prompts, "warnings": found.warnings, "advice": advice}
+        plain = dataclasses.asdict(sums) | {"prompts_in_file": found.prompts, "warnings": warnings, "advice": advice}
         if recipe.cluster.placement != "inline":
             plain["workers"] = [dataclasses.asdict(worker) for worker in workers_of(recipe)]
         if (sizes := sizes_of(recipe)) is not None:
@@ -58,7 +67,7 @@ def run(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
     lines = (*sums.lines(), *_spread_lines(recipe), *_held_lines(path, recipe, overrides), *worker_lines(recipe))
     for line in (*lines, *memory_lines(recipe)):
         print(line)
-    for warning in found.warnings:
+    for warning in warnings:
         print(f"warning: {warning}")
     if advice:
         print(f"advice: {advice}")
@@ -80,11 +89,13 @@ def inspect(recipe: Recipe) -> Inspection:
         seed=recipe.run.seed,
         stratify_by=recipe.data.stratify_by,
     )
+    _check_prompts(recipe.rewards, "data.prompts", loaded.prompts)
     warnings = list(sampler.warnings)
     if loaded.blank_lines:
         warnings.append(f"{loaded.blank_lines} blank lines of {recipe.data.prompts} are skipped")
     if recipe.eval is not None:
         held_out = load_prompts(resolve(recipe.eval.prompts, where="eval.prompts")).prompts
+        _check_prompts(recipe.eval_rewards, "eval.prompts", held_out)
         both = {prompt.text for prompt in held_out} & {prompt.text for prompt in loaded.prompts}
         if both:
             warnings.append(f"{len(both)} prompts of eval.prompts are also trained on, for example {min(both)!r}")
@@ -98,6 +109,42 @@ def inspect(recipe: Recipe) -> Inspection:
         warnings.append(f"{MIXED_LENGTHS} Ratios are not exactly 1 at first; use schedule.groups_per_micro_batch=1")
     warnings += schedule_warnings(recipe)
     return Inspection(folder=folder, prompts=len(loaded.prompts), warnings=tuple(warnings))
+
+
+def _check_prompts(rewards: Sequence[RewardSpec], key: str, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for a prompt that a reward cannot score, as its settings' ``check_prompt`` says it."""
+    for reward in rewards:
+        check = getattr(reward.settings, "check_prompt", None)
+        wrong = [(prompt.text, check(prompt.text, prompt.metadata)) for prompt in prompts] if check is not None else []
+        wrong = [(text, complaint) for text, complaint in wrong if complaint is not None]
+        if wrong:
+            text, complaint = wrong[0]
+            raise ConfigError(
+                f"{key}: the reward {reward.name!r} cannot score {text[:80]!r}: {complaint}.",
+                why=f"Samples of {len(wrong)} of {len(prompts)} prompts would be invalid.",
+                fix="Take these prompts out of the file, mend them, or use another reward.",
+            )
+
+
+def service_warnings(recipe: Recipe) -> Iterator[str]:
+    """Services that do not answer here, which may be because they are asked from elsewhere.
+
+    Raises ConfigError where one that does cannot score what the model makes.
+    """
+    lists = [("rewards", recipe.rewards, trained_samples(recipe))]
+    if recipe.eval is not None and recipe.eval.rewards is not None:
+        lists.append(("eval.rewards", recipe.eval.rewards, held_out_samples(recipe)))
+    for key, rewards, samples in lists:
+        for index, reward in enumerate(rewards):
+            if not isinstance(reward.settings, RemoteSettings):
+                continue
+            from digenrl.rewards.remote.client import ask_what_is_served  # imports numpy, which others need not wait for
+
+            served = ask_what_is_served(reward.settings, within_s=_SERVICE_S)
+            if served is None:
+                yield f"{key}.{index}: no reward service answers at {reward.settings.url} from here; a run asks it at its start"
+            else:
+                check_needs(served.needs, samples, f"{key}.{index}: {reward.name}")
 
 
 def schedule_warnings(recipe: Recipe) -> Iterator[str]:

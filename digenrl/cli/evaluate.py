@@ -40,6 +40,7 @@ def run(
     calm_threads()
     from digenrl.config.builtin import resolve
     from digenrl.config.loader import load_recipe
+    from digenrl.config.reward_checks import held_out_samples
     from digenrl.data.prompts import load_prompts
     from digenrl.metrics.video import stills
     from digenrl.rewards.compose import WeightedRewards
@@ -52,7 +53,8 @@ def run(
     target = expand_home(out, where="--out") if out is not None else default_out(saved)
     check_is_free(target)
     loaded = load_prompts(resolve(str(saved.held_out), where="eval.prompts")).prompts
-    rewards = WeightedRewards.from_recipe(saved.recipe.rewards)
+    where = "rewards" if saved.section.rewards is None else "eval.rewards"
+    rewards = WeightedRewards.from_recipe(saved.recipe.eval_rewards, where=where, samples=held_out_samples(saved.recipe))
     images, scored = _evaluate(saved, loaded, rewards)
     summary = summarise(saved, loaded, scored)
     with fresh_folder(target) as draft:

@@ -206,6 +206,22 @@ def trace(
     run(file, gantt=gantt, chrome=chrome, utilization=utilization, replay=replay, as_json=as_json)
 
 
+data = typer.Typer(help="Prompt files.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data, name="data")
+
+
+@data.command("import")
+def data_import(
+    kind: Annotated[str, typer.Argument(metavar="FORMAT", help="flow_grpo, flow_factory, dance_grpo or verl.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Prompts of that trainer: txt, jsonl, json or parquet.")],
+    out: Annotated[str, typer.Argument(metavar="OUT.jsonl", help="New prompt file.")],
+) -> None:
+    """Turn a prompt file of another trainer into one of ours."""
+    from digenrl.cli.data_import import run
+
+    run(kind, file, out)
+
+
 @app.command("reward-serve")
 def reward_serve(
     source: Annotated[str, typer.Argument(metavar="RECIPE_OR_REWARD", help="A recipe, or a reward: jpeg, my_rewards:Bright.")],

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from digenrl.cli.environment import note
 from digenrl.simulation.plan import plan
 from digenrl.simulation.source import load_source
 
 
 def run(source: str, overrides: Sequence[str], *, devices: int | None, as_json: bool) -> None:
     """Print the ranked table and the reason for its first row, or raise ConfigError."""
-    found = plan(load_source(source, overrides), devices)
+    loaded = load_source(source, overrides)
+    for sentence in loaded.notes:
+        note(sentence)
+    found = plan(loaded, devices)
     if as_json:
         print(json.dumps(found.to_plain(), indent=2))
         return

@@ -7,10 +7,10 @@ import os
 import socket
 from collections.abc import Sequence
 
-from digenrl.cli.environment import calm_threads
+from digenrl.cli.environment import calm_threads, note
 from digenrl.config.builtin_recipes import names_recipe
 from digenrl.config.loader import load_recipe, load_reward
-from digenrl.config.schema import RewardSpec
+from digenrl.config.reward_list import RewardSpec
 from digenrl.errors import ConfigError
 from digenrl.rewards.compose import WeightedRewards
 from digenrl.rewards.remote.server import Limits, make_app
@@ -40,7 +40,7 @@ def run(source: str, overrides: Sequence[str], *, host: str, port: int, token_en
 
 def rewards_to_serve(source: str, overrides: Sequence[str]) -> tuple[RewardSpec, ...]:
     """The rewards of a recipe, or one that is named, with its settings as ``key=value``."""
-    rewards = load_recipe(source, overrides).rewards if names_recipe(source) else (load_reward(source, overrides),)
+    rewards = load_recipe(source, overrides, say=note).rewards if names_recipe(source) else (load_reward(source, overrides),)
     for reward in rewards:
         if reward.type == "remote":
             raise ConfigError(

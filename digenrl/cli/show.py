@@ -9,7 +9,8 @@ from pydantic import BaseModel
 
 from digenrl.config.builtin_recipes import builtin_recipes
 from digenrl.config.registry import KINDS, settings_class
-from digenrl.config.schema import ComponentSpec, Recipe
+from digenrl.config.schema import Recipe
+from digenrl.config.section import ComponentSpec
 from digenrl.errors import ConfigError
 
 
@@ -20,8 +21,9 @@ def run(kind: str | None, name: str | None) -> None:
     if kind is None:
         for each, known in KINDS.items():
             print(f"{each}:")
+            wide = max(map(len, known))
             for component, registered in sorted(known.items()):
-                print(f"  {component:13} {registered.summary}")
+                print(f"  {component:{wide}} {registered.summary}")
         print("`digenrl show KIND NAME` shows one's settings, `digenrl show recipe` all keys of a recipe.")
         print("`digenrl show recipes` lists the built-in ones.")
     elif kind == "recipes":
@@ -35,8 +37,9 @@ def run(kind: str | None, name: str | None) -> None:
     elif kind not in KINDS:
         raise ConfigError(f"There is nothing called {kind!r} to show.", fix=f"Use recipe, recipes, {', '.join(KINDS)}.")
     elif name is None:
+        wide = max(map(len, KINDS[kind]))
         for component, registered in sorted(KINDS[kind].items()):
-            print(f"{component:12} {registered.summary}")
+            print(f"{component:{wide}} {registered.summary}")
     else:
         _show_fields(settings_class(kind, name, where="show"), "")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from digenrl.cli.environment import note
 from digenrl.driver import Recorder
 from digenrl.errors import ConfigError
 from digenrl.simulation.modes import Mode, Options, schedule_of
@@ -20,6 +21,8 @@ _BASELINES: tuple[Mode, ...] = ("colocated", "colocated+tsp", "naive")
 def run(source: str, overrides: Sequence[str], *, steps: int | None, as_json: bool, trace: str | None) -> None:
     """Simulate and print, or raise ConfigError."""
     loaded = load_source(source, overrides, steps=steps)
+    for sentence in loaded.notes:
+        note(sentence)
     with _recorder(trace, loaded) as recorder:
         result = simulate(loaded.settings, loaded.costs, loaded.disturbance, recorder, samples_per_step=loaded.samples_per_step)
     speedups = _speedups(loaded, result)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from digenrl.cli.check import inspect, schedule_warnings
 from digenrl.cli.emulation import emulation_of
-from digenrl.cli.environment import calm_threads
+from digenrl.cli.environment import calm_threads, note
 from digenrl.cli.report import report_lines
 from digenrl.config.builtin_recipes import names_recipe
 from digenrl.config.loader import load_recipe
@@ -71,7 +71,7 @@ def _what_to_replay(path: str | None, overrides: Sequence[str], replay: str) -> 
         file = file / "trace.jsonl"
     record = read_trace(file)
     if path is not None and names_recipe(path):
-        return load_recipe(path, overrides).for_replay(), record
+        return load_recipe(path, overrides, say=note).for_replay(), record
     beside = file.parent / "recipe.yaml"
     if not beside.is_file():
         raise ConfigError(f"{str(file)!r} has no recipe.yaml beside it.", fix="Name the recipe of the recorded run first.")
@@ -100,7 +100,7 @@ def _what_to_train(path: str | None, overrides: Sequence[str], resume: str | Non
         return load_recipe(folder / "recipe.yaml", changes), folder
     if path is None:
         raise ConfigError("There is no recipe to train.", fix="Name one, for example quickstart, or --resume RUN.")
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides, say=note)
     if resume is None:
         return recipe, None
     if recipe.run.output_dir is None:

@@ -12,6 +12,7 @@ from digenrl.config.builtin import PREFIX, resolve
 from digenrl.config.families import FAMILIES, Family
 from digenrl.config.model_folder import ModelFolder, inspect_model_folder
 from digenrl.config.registry import media_of
+from digenrl.config.reward_checks import check_rewards
 from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
 
@@ -22,6 +23,7 @@ def check_recipe(recipe: Recipe) -> ModelFolder | None:
     if check is not None:
         check(recipe)
     _check_sizes(recipe)
+    check_rewards(recipe)
     _check_schedule(recipe)
     _check_generators(recipe)
     _check_trainer(recipe)
@@ -55,10 +57,6 @@ def _check_sizes(recipe: Recipe) -> None:
             "a step.",
             why="Each update takes micro-batches of its own.",
             fix=f"Use at most {micro_batches}, or fewer groups in a micro-batch (schedule.groups_per_micro_batch).",
-        )
-    if all(reward.weight == 0 for reward in recipe.rewards):
-        raise ConfigError(
-            "All weights in rewards are 0.", why="Every sample would have the same reward.", fix="Give one a weight of 1."
         )
 
 
@@ -203,12 +201,6 @@ def _check_media(recipe: Recipe) -> None:
             f"rollout.num_frames ({frames}) is for models of videos, and {recipe.model.type} makes images.",
             fix="Use rollout.num_frames=1, or another model.type (`digenrl show model`).",
         )
-    for index, reward in enumerate(recipe.rewards):
-        if frames == 1 and "image" not in media_of("reward", reward.type, where=f"rewards.{index}.type"):
-            raise ConfigError(
-                f"rewards.{index}: {reward.type} scores videos, and rollout.num_frames is 1: an image.",
-                fix="Set rollout.num_frames, or use a reward that scores images.",
-            )
     if frames > 1 and find_spec("av") is None:
         raise ConfigError(
             "rollout.num_frames: saving videos needs the package av, which is not installed.",

@@ -6,9 +6,10 @@ the place where they stand, all of them at once (an unknown component alone: wit
 
 from __future__ import annotations
 
+import copy
 import difflib
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from pydantic import BaseModel, ValidationError
 
 from digenrl.config.builtin_recipes import recipe_file
 from digenrl.config.registry import KINDS, settings_class
-from digenrl.config.schema import ComponentSpec, ModelSection, Recipe, RewardSpec, Section
+from digenrl.config.retyped import leave_out_keys_of_old_types
+from digenrl.config.reward_list import RewardSpec
+from digenrl.config.schema import ModelSection, Recipe
+from digenrl.config.section import ComponentSpec, Section
 from digenrl.config.source import KeyPath, Source, apply_override, parse_yaml
 from digenrl.config.text import read_text
 from digenrl.errors import ConfigError
@@ -46,16 +50,21 @@ _OWN_KEYS = {
 _SECTIONS_WITH_DEFAULTS = {name for name, info in Recipe.model_fields.items() if not info.is_required() and name != "eval"}
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, say: Callable[[str], object] | None = None) -> Recipe:
     """Read, override and validate one recipe. Raises ConfigError with every problem found, each with its line.
 
-    path: a file, or the name of a built-in recipe.
+    path: a file, or the name of a built-in recipe. say: hears of each component whose type an override changes and which has
+    keys of the old type alone, which are left out.
     """
     file = recipe_file(path)
     source = Source(file=str(file))
     data = parse_yaml(read_text(file), source)
+    written = copy.deepcopy(data)
     for override in overrides:
         apply_override(data, override, source)
+    for sentence in leave_out_keys_of_old_types(written, data, source):
+        if say is not None:
+            say(sentence)
     return recipe_from_plain(data, source)
 
 
@@ -85,10 +94,10 @@ def recipe_from_plain(data: Mapping[str, Any], source: Source | None = None) -> 
             component = _Component(kind=kind, path=(kind,), own_keys=_OWN_KEYS[kind])
             prepared[kind] = _nested(prepared[kind], component, source, problems)
     if isinstance(prepared.get("rewards"), list):
-        prepared["rewards"] = [
-            _nested(flat, _Component(kind="reward", path=("rewards", i), own_keys=_OWN_KEYS["reward"]), source, problems)
-            for i, flat in enumerate(prepared["rewards"])
-        ]
+        prepared["rewards"] = _nested_rewards(prepared["rewards"], ("rewards",), source, problems)
+    held_out = prepared.get("eval")
+    if isinstance(held_out, Mapping) and isinstance(held_out.get("rewards"), list):
+        prepared["eval"] = {**held_out, "rewards": _nested_rewards(held_out["rewards"], ("eval", "rewards"), source, problems)}
     try:
         recipe = Recipe.model_validate(prepared)
     except ValidationError as error:
@@ -99,6 +108,14 @@ def recipe_from_plain(data: Mapping[str, Any], source: Source | None = None) -> 
     if problems:
         raise _as_config_error(problems, source)
     return recipe
+
+
+def _nested_rewards(flat: list[Any], path: KeyPath, source: Source, problems: list[_Problem]) -> list[Any]:
+    own_keys = _OWN_KEYS["reward"]
+    return [
+        _nested(each, _Component(kind="reward", path=(*path, i), own_keys=own_keys), source, problems)
+        for i, each in enumerate(flat)
+    ]
 
 
 def _nested(flat: Any, component: _Component, source: Source, problems: list[_Problem]) -> Any:
@@ -201,7 +218,7 @@ def _unknown(wrong: str, cls: type[BaseModel] | None, own_keys: frozenset[str]) 
     everywhere = _all_keys()
     kind = everywhere.get(wrong, "").partition(".")[0]
     if own_keys and own_keys == _OWN_KEYS.get(kind):
-        return f"is a key of another type of {kind}; a new type is given as a whole: '{kind}={{type: NAME, ...}}'"
+        return f"is a key of another type of {kind}"
     close = difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.6)
     if close:
         return f"is not a known key; did you mean {close[0]}?"

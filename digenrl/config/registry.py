@@ -19,7 +19,7 @@ from digenrl.errors import ConfigError
 
 Medium = Literal["image", "video"]
 """What a model makes and a reward looks at."""
-_MEDIA: tuple[Medium, ...] = get_args(Medium)
+MEDIA: tuple[Medium, ...] = get_args(Medium)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +100,62 @@ REWARDS = {
         settings="digenrl.config.settings.rewards:SharpnessSettings",
         summary="mean difference of neighbouring pixels' brightness, from 0 (flat) to 1; to try a set-up with",
     ),
+    "clip_score": Registered(
+        component="digenrl.rewards.clip:ClipScoreReward",
+        settings="digenrl.config.settings.clip:ClipSettings",
+        summary="100 times the cosine of image and prompt in the space of a CLIP model",
+    ),
+    "pickscore": Registered(
+        component="digenrl.rewards.clip:PickScoreReward",
+        settings="digenrl.config.settings.clip:PickScoreSettings",
+        summary="what people would pick, as PickScore has learned it",
+    ),
+    "hpsv2": Registered(
+        component="digenrl.rewards.hpsv2:HpsV2Reward",
+        settings="digenrl.config.settings.hpsv2:HpsV2Settings",
+        summary="what people would prefer, as Human Preference Score 2.1 has learned it",
+    ),
+    "hpsv3": Registered(
+        component="digenrl.rewards.hpsv3:HpsV3Reward",
+        settings="digenrl.config.settings.qwen_rewards:HpsV3Settings",
+        summary="what people would prefer, as Human Preference Score 3 (a Qwen2-VL-7B) has learned it",
+    ),
+    "video_align": Registered(
+        component="digenrl.rewards.video_align:VideoAlignReward",
+        settings="digenrl.config.settings.qwen_rewards:VideoAlignSettings",
+        summary="how good a video looks, moves and follows its prompt (VideoReward, a Qwen2-VL-2B)",
+        media=("video",),
+    ),
+    "aesthetic": Registered(
+        component="digenrl.rewards.aesthetic:AestheticReward",
+        settings="digenrl.config.settings.aesthetic:AestheticSettings",
+        summary="how beautiful people would find the image, from 1 to 10 (LAION aesthetic predictor, version 2)",
+    ),
+    "image_reward": Registered(
+        component="digenrl.rewards.image_reward:ImageRewardReward",
+        settings="digenrl.config.settings.image_reward:ImageRewardSettings",
+        summary="how people would rank the image for its prompt, standardised (ImageReward 1.0)",
+    ),
+    "ocr": Registered(
+        component="digenrl.rewards.ocr:OcrReward",
+        settings="digenrl.config.settings.ocr:OcrSettings",
+        summary="share of the text in the prompt's double quotes that can be read in the image",
+    ),
+    "geneval": Registered(
+        component="digenrl.rewards.geneval.reward:GenEvalReward",
+        settings="digenrl.config.settings.geneval:GenEvalSettings",
+        summary="a detector checks the objects that a GenEval prompt asks for: number, colours, places",
+    ),
     "vlm_judge": Registered(
         component="digenrl.rewards.vlm_judge:VlmJudgeReward",
         settings="digenrl.config.settings.vlm_judge:VlmJudgeSettings",
         summary="a vision-language model behind an OpenAI-compatible endpoint gives a number",
+        media=("image", "video"),
+    ),
+    "vlm_judge_local": Registered(
+        component="digenrl.rewards.vlm_judge_local:VlmJudgeLocalReward",
+        settings="digenrl.config.settings.vlm_judge_local:VlmJudgeLocalSettings",
+        summary="a vision-language model of the Qwen family, in the scorer's own process, gives a number",
         media=("image", "video"),
     ),
     "remote": Registered(
@@ -139,13 +191,18 @@ def media_of(kind: str, name: str, *, where: str) -> tuple[Medium, ...]:
         return registered.media
     own = _import_own(name, where=where)
     media: object = getattr(own, "media", ("image",))
-    if not isinstance(media, tuple) or not media or not set(media) <= set(_MEDIA):
+    if not isinstance(media, tuple) or not media or not set(media) <= set(MEDIA):
         raise ConfigError(
             f"{where}: {name} has media = {media!r}.",
             why=f"It says what the {kind} can handle.",
             fix='Use media = ("image",), ("video",) or ("image", "video").',
         )
     return media
+
+
+def compares_groups(name: str, *, where: str) -> bool:
+    """Whether a reward is asked for all samples of a prompt at once: it has ``score_group``, which no built-in one has."""
+    return _registered("reward", name, where=where) is None and hasattr(_import_own(name, where=where), "score_group")
 
 
 def component_class(kind: str, name: str, *, where: str) -> Any:

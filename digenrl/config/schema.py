@@ -7,17 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
+from pydantic import BaseModel, Field, SerializeAsAny, field_validator
 
-
-class Section(BaseModel):
-    """One section of a recipe. Infinity and NaN are refused wherever a number is asked for."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-_MOST = 1_000_000
-"""Upper bound of the counts that sizes are made of, so that a slipped digit is an error and not a hung machine."""
+from digenrl.config.reward_list import RewardSpec, named
+from digenrl.config.section import MOST, ComponentSpec, Section
 
 
 class RunSection(Section):
@@ -39,7 +32,7 @@ class RunSection(Section):
 class LoraSection(Section):
     """Low-rank adapters instead of full fine-tuning."""
 
-    rank: int = Field(default=32, ge=1, le=_MOST, description="Rank r of the adapters.")
+    rank: int = Field(default=32, ge=1, le=MOST, description="Rank r of the adapters.")
     alpha: float = Field(default=64.0, gt=0, description="Scale of the adapters; their effect is alpha / r.")
     target_modules: tuple[str, ...] | None = Field(
         default=None, description="Ends of the module names that get an adapter; the family's attention projections if not given."
@@ -81,12 +74,12 @@ class DataSection(Section):
 class RolloutSection(Section):
     """How samples are generated for training."""
 
-    prompts_per_step: int = Field(ge=1, le=_MOST, description="Prompts P of one step (one group each).")
-    num_generations: int = Field(ge=1, le=_MOST, description="Samples G of each prompt (group size).")
-    num_inference_steps: int = Field(ge=1, le=_MOST, description="Denoising steps T.")
-    height: int = Field(ge=8, le=_MOST, description="Image height in pixels.")
-    width: int = Field(ge=8, le=_MOST, description="Image width in pixels.")
-    num_frames: int = Field(default=1, ge=1, le=_MOST, description="Frames of a video, for models that make them; 1 is an image.")
+    prompts_per_step: int = Field(ge=1, le=MOST, description="Prompts P of one step (one group each).")
+    num_generations: int = Field(ge=1, le=MOST, description="Samples G of each prompt (group size).")
+    num_inference_steps: int = Field(ge=1, le=MOST, description="Denoising steps T.")
+    height: int = Field(ge=8, le=MOST, description="Image height in pixels.")
+    width: int = Field(ge=8, le=MOST, description="Image width in pixels.")
+    num_frames: int = Field(default=1, ge=1, le=MOST, description="Frames of a video, for models that make them; 1 is an image.")
     fps: float = Field(default=16.0, gt=0, le=1000, description="Frames per second of saved videos; rewards are told, too.")
     noise_level: float = Field(
         default=0.7, ge=0, description="Strength of the SDE noise (a of flow_sde and cps, eta of dance_sde); 0 is the ODE."
@@ -103,29 +96,10 @@ class RolloutSection(Section):
     forward_batch_size: int = Field(
         default=8,
         ge=1,
-        le=_MOST,
+        le=MOST,
         description="Samples in one forward pass, everywhere; short batches are padded to it, so that "
         "numbers do not depend on the placement.",
     )
-
-
-class ComponentSpec(Section):
-    """A component chosen by ``type``, with settings validated against its own class."""
-
-    type: str
-    settings: SerializeAsAny[BaseModel]
-
-
-class RewardSpec(ComponentSpec):
-    """One reward of the weighted sum."""
-
-    weight: float = Field(default=1.0, description="Weight in the sum that is trained on.")
-    name: str = Field(default="", description="Name in logs; the type when not given.")
-
-    @property
-    def default_name(self) -> str:
-        """The type, of a class of the user's own without its module."""
-        return self.type.rpartition(":")[2]
 
 
 class EmaSection(Section):
@@ -140,7 +114,7 @@ class EmaSection(Section):
 class TrainSection(Section):
     """The optimizer and how gradients are made."""
 
-    steps: int = Field(ge=0, le=_MOST, description="RL steps of the run.")
+    steps: int = Field(ge=0, le=MOST, description="RL steps of the run.")
     learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate of AdamW.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape after the warm-up.")
     lr_warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise to the peak.")
@@ -150,7 +124,7 @@ class TrainSection(Section):
     adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(default=1e-4, ge=0, description="AdamW weight decay.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Clip of the gradient's norm; null never clips.")
-    timestep_batch_size: Annotated[int, Field(ge=1, le=_MOST)] | Literal["all", "auto"] = Field(
+    timestep_batch_size: Annotated[int, Field(ge=1, le=MOST)] | Literal["all", "auto"] = Field(
         default="all",
         description="(sample, denoising step) pairs in one forward and backward pass (TSP). `all`: one prompt group, or a "
         "trainer rank's share of it, which is the most; `auto`: as many of these as fit into train.memory_budget_gib, measured "
@@ -175,10 +149,10 @@ class TrainSection(Section):
     save_freq: int = Field(
         default=20,
         ge=0,
-        le=_MOST,
+        le=MOST,
         description="Steps between checkpoints; 0: one at the end only. A stopped run continues from the newest.",
     )
-    keep_last: int = Field(default=2, ge=1, le=_MOST, description="Checkpoints that are kept.")
+    keep_last: int = Field(default=2, ge=1, le=MOST, description="Checkpoints that are kept.")
 
 
 class EvalSection(Section):
@@ -186,10 +160,37 @@ class EvalSection(Section):
 
     prompts: str = Field(description="Prompt file that is not trained on, or builtin:shapes/heldout.jsonl.")
     freq: int = Field(default=0, ge=0, description="Steps between evaluations; 0: before the first and after the last step only.")
-    num_inference_steps: int = Field(default=20, ge=1, le=_MOST, description="Denoising steps of evaluation.")
+    num_inference_steps: int = Field(default=20, ge=1, le=MOST, description="Denoising steps of evaluation.")
     true_cfg_scale: float = Field(default=1.0, ge=1, description="Classifier-free guidance of evaluation; 1 is none.")
     guidance_scale: float | None = Field(default=None, description="Embedded guidance of evaluation.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the evaluation noise, independent of run.seed.")
+    rewards: tuple[RewardSpec, ...] | None = Field(
+        default=None,
+        description="Rewards of held-out evaluation, listed as in `rewards`: a judge that is not trained on shows what the "
+        "training rewards do not see. `rewards` themselves when not given.",
+    )
+    alarm_window: int = Field(
+        default=5,
+        ge=0,
+        le=100,
+        description="Evaluations over which the held-out reward is watched: a warning says when it falls steadily while the "
+        "training reward rises. At least 5, or 0 for no such warning.",
+    )
+    alarm_errors: float = Field(
+        default=2.0, ge=0, description="Standard errors by which the held-out reward must have fallen over these evaluations."
+    )
+
+    @field_validator("rewards")
+    @classmethod
+    def _name_rewards(cls, rewards: tuple[RewardSpec, ...] | None) -> tuple[RewardSpec, ...] | None:
+        return None if rewards is None else named(rewards)
+
+    @field_validator("alarm_window")
+    @classmethod
+    def _long_enough(cls, window: int) -> int:
+        if 0 < window < 5:
+            raise ValueError("fewer than 5 evaluations fall in a row by chance too often; use 5 or more, or 0 for no alarm")
+        return window
 
 
 class ScheduleSection(Section):
@@ -201,7 +202,7 @@ class ScheduleSection(Section):
         "another group for each rank; or the whole step as one.",
     )
     groups_per_micro_batch: int = Field(
-        default=1, ge=1, le=_MOST, description="Whole prompt groups in one micro-batch (for each rank along the batch axis)."
+        default=1, ge=1, le=MOST, description="Whole prompt groups in one micro-batch (for each rank along the batch axis)."
     )
     update_order: Literal["arrival", "index"] = Field(
         default="arrival", description="Accumulate micro-batches as they are scored, or strictly by index."
@@ -215,7 +216,7 @@ class ScheduleSection(Section):
         "when not given.",
     )
     tag_static: int = Field(
-        default=0, ge=0, le=_MOST, description="Micro-batches the trainer generates in a step with `tag: static`."
+        default=0, ge=0, le=MOST, description="Micro-batches the trainer generates in a step with `tag: static`."
     )
     max_stale_fraction: float = Field(
         default=0.0,
@@ -224,7 +225,7 @@ class ScheduleSection(Section):
         description="Share of the next step's micro-batches that may be generated with the present weights (TCSS); 0 is strictly "
         "on-policy. Needs a trainer of its own.",
     )
-    max_attempts: int = Field(default=3, ge=1, le=_MOST, description="Failures of one micro-batch that stop the run.")
+    max_attempts: int = Field(default=3, ge=1, le=MOST, description="Failures of one micro-batch that stop the run.")
 
 
 class Resources(Section):
@@ -317,7 +318,7 @@ class EmulatedDeath(Section):
     worker: str = Field(min_length=1, description="Name of the worker: generator-0, scorer-0, trainer, or pool with `colocated`.")
     at_command: int = Field(
         ge=2,
-        le=_MOST,
+        le=MOST,
         description="In the middle of which of its commands, from 1; the first of a generator is to load the starting weights.",
     )
 
@@ -338,7 +339,7 @@ class EmulateSection(Section):
     )
     jitter: float = Field(default=0.0, ge=0, le=10, description="Coefficient of variation of every duration.")
     straggler_share: float = Field(default=0.0, ge=0, le=1, description="Share of commands that take much longer.")
-    straggler_factor: float = Field(default=5.0, ge=1, le=_MOST, description="How many times longer.")
+    straggler_factor: float = Field(default=5.0, ge=1, le=MOST, description="How many times longer.")
     deaths: tuple[EmulatedDeath, ...] = Field(default=(), description="Workers that die by themselves.")
     weight_bytes: int = Field(
         default=0, ge=0, le=2**40, description="Bytes that are published with every version and fetched by every generator."
@@ -432,12 +433,12 @@ class Recipe(Section):
     @field_validator("rewards")
     @classmethod
     def _name_rewards(cls, rewards: tuple[RewardSpec, ...]) -> tuple[RewardSpec, ...]:
-        if not rewards:
-            raise ValueError("a run needs at least one reward")
-        named = tuple(r if r.name else r.model_copy(update={"name": r.default_name}) for r in rewards)
-        if len({r.name for r in named}) != len(named):
-            raise ValueError("two rewards have the same name; give them different `name`s, which the logs use")
-        return named
+        return named(rewards)
+
+    @property
+    def eval_rewards(self) -> tuple[RewardSpec, ...]:
+        """Those of held-out evaluation: ``eval.rewards``, or the ones that are trained on."""
+        return self.rewards if self.eval is None or self.eval.rewards is None else self.eval.rewards
 
     @property
     def update_order(self) -> Literal["arrival", "index"]:
@@ -481,6 +482,7 @@ class Recipe(Section):
     def to_plain(self) -> dict[str, Any]:
         """The recipe as it is written in YAML: a component's settings stand beside its type."""
         plain = self.model_dump(mode="json")
-        for component in (plain["model"], plain["algorithm"], *plain["rewards"]):
+        held_out = (plain["eval"] or {}).get("rewards") or ()
+        for component in (plain["model"], plain["algorithm"], *plain["rewards"], *held_out):
             component.update(component.pop("settings"))
         return plain

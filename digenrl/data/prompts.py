@@ -78,9 +78,14 @@ def _check_characters(text: str, where: str) -> None:
         )
 
 
+def _no_number(word: str) -> float:
+    """Python reads NaN and Infinity where JSON has no such words, and no reward service could be told of them."""
+    raise ValueError(f"{word} is no JSON number")
+
+
 def _from_json(line: str, where: str) -> Prompt:
     try:
-        item = json.loads(line)
+        item = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: this line is not JSON: {error}.", fix="Write one JSON object a line.") from error
     if not isinstance(item, dict) or not isinstance(item.get("prompt"), str):

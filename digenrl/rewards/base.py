@@ -1,7 +1,8 @@
 """What a reward is: a mapping from sample ids to scores, computed from the very pixels that are saved.
 
 A class says in ``media`` what it looks at: ("image",), which is the default, ("video",) or both. Of a video, a reward of images
-is asked for every frame, and the mean over frames is the video's score.
+is asked for every frame, and the mean over frames is the video's score. A class with ``score_group`` is asked for one prompt's
+samples at a time, all of them.
 
 Invariants: a reward sees each image together with its sample's id and answers by id, so a shuffled batch cannot mix
 rewards up; a missing, surplus or foreign id, a non-number or an exception stops the run with the reward's name; a
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,9 @@ class Score:
 class Reward(Protocol):
     """One reward. A user's class needs ``__init__(self, settings)``, ``Settings`` (pydantic) and ``score``.
 
-    ``media``, a class attribute, may be left out by a reward of images.
+    ``media``, a class attribute, may be left out by a reward of images. ``Settings`` may have an attribute or property
+    ``sample_size``, the only (height, width) that the reward can score, and a method ``check_prompt(text, metadata)``, which says
+    what is wrong with a prompt. The further methods may be left out.
     """
 
     def score(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, Score | float]:
@@ -68,4 +71,17 @@ class Reward(Protocol):
 
     def take_retries(self) -> int:
         """Requests to a service that were repeated since this was last asked; a reward that asks none need not define it."""
+        ...
+
+    def to(self, device: Any) -> None:
+        """Move the network to a torch device: to its own before scoring, and to the CPU after, where it is offloaded."""
+        ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """A reward that compares the samples of a prompt: ``score_group`` stands in the place of ``score``."""
+
+    def score_group(self, samples: Sequence[RewardSample]) -> Mapping[SampleId, Score | float]:
+        """Score all samples of one prompt whose pictures are finite: one entry per ``sample.id``, no more and no less."""
         ...

@@ -3,18 +3,21 @@
 Tried again until the deadline: no connection, a reset, a timeout, and the statuses 408, 429, 500, 502, 503 and 504 (after
 what ``Retry-After`` asks for). Tried again a few times: an answer that is not what was agreed. Everything else is final.
 
-Invariants: no answer is ever unpickled, redirected or larger than a limit; no error becomes a score; no wait is without an end.
+Invariants: no answer is ever unpickled, redirected or larger than a limit; no error becomes a score; no wait is without an end,
+however slowly the other side speaks or reads.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -75,7 +78,8 @@ class Service:
         self._client: httpx.Client = self._httpx.Client(
             headers=dict(endpoint.headers),
             follow_redirects=False,
-            limits=self._httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            # A connection for each request: only of a new one is the socket known, by which a wait can be ended.
+            limits=self._httpx.Limits(max_connections=connections, max_keepalive_connections=0),
             # A proxy that the environment names is for the world outside.
             trust_env=urlsplit(endpoint.url).hostname not in _LOOPBACK,
         )
@@ -127,22 +131,23 @@ class Service:
 
     def _attempt(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
         """One attempt. Returns the JSON of the answer. Raises _Retry, UnreadableAnswer or RewardUnavailable."""
-        ends = time.monotonic() + timeout_s
         headers = {} if body is None else {"Content-Type": "application/json"}
-        url = self._endpoint.url + path
-        try:
-            with self._client.stream(method, url, content=body, headers=headers, timeout=timeout_s) as answer:
-                content = bytearray()
-                for piece in answer.iter_bytes():
-                    content += piece
-                    if len(content) > MOST_ANSWER_BYTES:
-                        raise UnreadableAnswer(f"more than {MOST_ANSWER_BYTES >> 20} MiB")
-                    if time.monotonic() > ends:  # the client's own timeout begins anew with every piece
-                        raise _Retry(f"not complete after {timeout_s:g} s")
-        except self._httpx.TimeoutException as error:
-            raise _Retry(f"no answer within {timeout_s:g} s ({type(error).__name__})") from error
-        except (self._httpx.TransportError, self._httpx.DecodingError) as error:
-            raise _Retry(f"{type(error).__name__}: {error}") from error
+        url, content = self._endpoint.url + path, bytearray()
+        with _Cut(after_s=timeout_s) as cut:
+            try:
+                with self._client.stream(
+                    method, url, content=body, headers=headers, timeout=timeout_s, extensions={"trace": cut.trace}
+                ) as answer:
+                    for piece in answer.iter_bytes():
+                        content += piece
+                        if len(content) > MOST_ANSWER_BYTES:
+                            raise UnreadableAnswer(f"more than {MOST_ANSWER_BYTES >> 20} MiB")
+            except self._httpx.TimeoutException as error:
+                raise _Retry(f"no answer within {timeout_s:g} s ({type(error).__name__})") from error
+            except (self._httpx.TransportError, self._httpx.DecodingError) as error:
+                raise _Retry(cut.why or f"{type(error).__name__}: {error}") from error
+        if cut.why:  # an answer without a length ends where it is cut
+            raise _Retry(cut.why)
         if answer.status_code in TRANSIENT:
             raise _Retry(
                 f"HTTP {answer.status_code}: {_excerpt(content)}", wait_s=_retry_after_s(answer.headers.get("Retry-After"))
@@ -159,17 +164,59 @@ class Service:
         )
 
 
+class _Cut:
+    """Ends the connection of one attempt when its time is over: the client's own timeouts begin anew with every byte."""
+
+    def __init__(self, *, after_s: float) -> None:
+        self._after_s = after_s
+        self._timer = threading.Timer(after_s, self._end)
+        self._timer.daemon = True
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.why = ""
+        """What is to be said of it; empty as long as nothing was cut."""
+
+    def __enter__(self) -> _Cut:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._socket = None  # its number may be another connection's soon
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """What httpx tells of a request: the new connection, and the encrypted one in its place."""
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+            if self.why:
+                self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.why = f"no answer within {self._after_s:g} s, or not all of it"
+            if self._socket is not None:
+                with suppress(OSError):  # the other side has ended it already
+                    # Not SSLSocket's own, which takes its encryption off first, under the hands of the thread that sends.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+
 def ask_each(questions: Sequence[Q], ask: Callable[[Q, threading.Event], T], *, at_once: int) -> list[T]:
-    """Answers to all questions, in order, a few at a time. The first one that fails ends the others' waiting, and is raised."""
+    """Answers to all questions, in order, a few at a time. The first one that fails ends the others' waiting, and is raised.
+
+    So does Ctrl-C: what is on its way is waited for, and nothing is asked again or begun.
+    """
     if not questions:
         return []
     stop = threading.Event()
     with ThreadPoolExecutor(max_workers=min(at_once, len(questions))) as threads:
-        futures = [threads.submit(ask, question, stop) for question in questions]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        failed = [future for future in done if future.exception() is not None]
-        if failed:
-            stop.set()
+        try:
+            futures = [threads.submit(ask, question, stop) for question in questions]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = [future for future in done if future.exception() is not None]
+        finally:
+            stop.set()  # where all are answered, nobody waits for it
             threads.shutdown(cancel_futures=True)
         return [future.result() for future in failed or futures]
 

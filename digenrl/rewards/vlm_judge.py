@@ -10,7 +10,6 @@ import base64
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,11 +19,11 @@ from numpy.typing import NDArray
 from digenrl.config.settings.vlm_judge import PLACEHOLDER, VlmJudgeSettings
 from digenrl.errors import ConfigError, RewardUnavailable
 from digenrl.ids import SampleId
+from digenrl.rewards.answers import read_score, spread
 from digenrl.rewards.base import RewardSample, Score
 from digenrl.rewards.http import Endpoint, Service, UnreadableAnswer, ask_each
-from digenrl.rewards.remote.wire import png_bytes
-
-_FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n\s*```\Z", re.DOTALL)
+from digenrl.rewards.remote.media import png_bytes
+from digenrl.rewards.self_test import GoodAndBad, circle_and_noise
 
 
 class VlmJudgeReward:
@@ -73,6 +72,10 @@ class VlmJudgeReward:
         scores = ask_each(samples, ask, at_once=self._settings.max_inflight)
         return {sample.id: score for sample, score in zip(samples, scores, strict=True)}
 
+    def self_test(self) -> GoodAndBad | None:
+        """A drawn circle must beat noise."""
+        return circle_and_noise() if self._settings.self_test else None
+
     def take_retries(self) -> int:
         """See Reward."""
         return self._service.take_retries()
@@ -94,40 +97,6 @@ class VlmJudgeReward:
             "temperature": settings.temperature,
         }
         return json.dumps(plain).encode()
-
-
-def read_score(text: str, settings: VlmJudgeSettings) -> float:
-    """The number that an answer gives; NaN where it gives none, more than one, or one out of range."""
-    value = (
-        _by_key(text, settings.score_key or "score") if settings.score_regex is None else _by_regex(text, settings.score_regex)
-    )
-    return value if settings.minimum <= value <= settings.maximum else math.nan
-
-
-def spread(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """At most ``count`` frames [n, H, W, 3] of [F, H, W, 3], evenly spread; the middle one if it is to be one."""
-    if count == 1:
-        return frames[len(frames) // 2 : len(frames) // 2 + 1]
-    return frames[sorted({round(place) for place in np.linspace(0, len(frames) - 1, count)})]
-
-
-def _by_key(text: str, key: str) -> float:
-    text = text.strip()
-    fenced = _FENCE.match(text)
-    try:
-        plain = json.loads(fenced[1] if fenced else text)
-        value = plain.get(key) if isinstance(plain, dict) else None
-        return math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
-    except (ValueError, OverflowError, RecursionError):
-        return math.nan
-
-
-def _by_regex(text: str, pattern: str) -> float:
-    found = re.findall(pattern, text)
-    try:
-        return float(found[0]) if len(found) == 1 else math.nan
-    except ValueError:
-        return math.nan
 
 
 def _data_url(image: NDArray[np.uint8]) -> str:

@@ -12,6 +12,7 @@ from digenrl.algorithms.base import Algorithm
 from digenrl.config.builtin import resolve
 from digenrl.config.checks import check_recipe
 from digenrl.config.registry import component_class
+from digenrl.config.reward_checks import held_out_samples, trained_samples
 from digenrl.config.schema import Recipe
 from digenrl.data.prompts import Prompt, load_prompts
 from digenrl.data.sampler import PromptSampler
@@ -49,6 +50,9 @@ class Components:
     generator: Generator | None = None
     evaluation: EvaluationSampler | None = None
     scorer: Scorer | None = None
+    """With the rewards that are trained on."""
+    judge: Scorer | None = None
+    """With those of held-out evaluation; the scorer itself where these are the same, None without an eval section."""
     trainer: Trainer | None = None
 
 
@@ -59,16 +63,18 @@ def build_components(recipe: Recipe, roles: Set[Role], device: torch.device, gro
     """
     torch.set_num_threads(recipe.run.threads_per_worker)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
-    rewards = WeightedRewards.from_recipe(recipe.rewards) if "score" in roles else None
+    trained_on = held_out = None
+    if "score" in roles:
+        trained_on = WeightedRewards.from_recipe(recipe.rewards, samples=trained_samples(recipe))
+        held_out = _held_out_rewards(recipe, trained_on)
     algorithm = build_algorithm(recipe)
     adapter = component_class("model", recipe.model.type, where="model.type").load(
         recipe, device, frozenset(_PARTS[role] for role in roles)
     )
-    scorer = None
-    if rewards is not None:
-        scorer = Scorer(adapter, rewards, forward_batch_size=recipe.rollout.forward_batch_size, fps=recipe.rollout.fps)
+    scorer = scorer_of(recipe, adapter, trained_on) if trained_on is not None else None
+    judge = scorer if held_out is trained_on else scorer_of(recipe, adapter, held_out) if held_out is not None else None
     if not roles & {"generate", "train"}:
-        return Components(recipe=recipe, adapter=adapter, algorithm=algorithm, scorer=scorer)
+        return Components(recipe=recipe, adapter=adapter, algorithm=algorithm, scorer=scorer, judge=judge)
     trains, rollout = "train" in roles, recipe.rollout
     policy = Policy(adapter, recipe, needs_reference=trains and algorithm.needs_reference, group=group)
     schedule: NoiseSchedule = adapter.noise_schedule(rollout.num_inference_steps, rollout.height, rollout.width)
@@ -81,8 +87,24 @@ def build_components(recipe: Recipe, roles: Set[Role], device: torch.device, gro
         generator=Generator(policy, algorithm, recipe, schedule),
         evaluation=EvaluationSampler(policy, trainer.ema, recipe, recipe.eval) if trainer and recipe.eval else None,
         scorer=scorer,
+        judge=judge,
         trainer=trainer,
     )
+
+
+def scorer_of(recipe: Recipe, adapter: ModelAdapter, rewards: WeightedRewards) -> Scorer:
+    """Decodes and scores as the recipe says."""
+    return Scorer(adapter, rewards, forward_batch_size=recipe.rollout.forward_batch_size, fps=recipe.rollout.fps)
+
+
+def _held_out_rewards(recipe: Recipe, trained_on: WeightedRewards) -> WeightedRewards | None:
+    if recipe.eval is None:
+        return None
+    samples = held_out_samples(recipe)
+    if recipe.eval.rewards is None:
+        trained_on.check(samples, where="rewards")
+        return trained_on
+    return WeightedRewards.from_recipe(recipe.eval.rewards, where="eval.rewards", samples=samples, beside=trained_on.built)
 
 
 def build_algorithm(recipe: Recipe) -> Algorithm:

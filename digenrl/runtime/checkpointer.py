@@ -71,6 +71,8 @@ CHANGEABLE = (
     "train.keep_last",
     "train.max_skipped_steps",
     "eval.freq",
+    "eval.alarm_window",
+    "eval.alarm_errors",
     "log",
     "run.output_dir",
     "cluster",

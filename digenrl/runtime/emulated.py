@@ -210,13 +210,19 @@ class EmulatedHost:
         seconds = self._spend(self._takes.generate, samples=len(samples))
         return seconds, StandIn(num_samples=count, policy_version=policy_version), None
 
-    def score(self, samples: Sequence[SampleId], prompts: Sequence[Prompt], picture_rows: Sequence[int], latents: None) -> Pieces:
+    def score(
+        self, samples: Sequence[SampleId], prompts: Sequence[Prompt], picture_rows: Sequence[int], *latents: None
+    ) -> Pieces:
         """A reward from 0 to 1 for each sample, drawn from its id."""
         assert not picture_rows, "an emulated run saves no pictures"
         self._spend(self._takes.score, samples=len(samples))
         totals = np.array([reward_of(sample) for sample in samples])
         pictures: NDArray[np.uint8] = np.zeros((0, 8, 8, 3), dtype=np.uint8)
         return Pieces(rewards=Rewards(totals=totals, parts={"emulated": totals}), pictures=pictures)
+
+    def score_held_out(self, *arguments: Any) -> Pieces:
+        """Never asked."""
+        raise AssertionError("an emulated run evaluates nothing")
 
     def accumulate(
         self,

@@ -52,7 +52,7 @@ from digenrl.training.policy import Policy
 from digenrl.training.report import StepReport, merged_updates
 from digenrl.training.trainer import Trainer
 from digenrl.workers.evaluator import EvaluationSampler, evaluation_samples, summarise
-from digenrl.workers.generator import Generator, encode_prompts
+from digenrl.workers.generator import Generator, encode_prompts, text_batch_size
 from digenrl.workers.scorer import Scorer
 
 INLINE_WORKER = WorkerId("inline")
@@ -70,6 +70,7 @@ class InlineSystem:
         self.policy: Policy = built.policy
         self.generator: Generator = built.generator
         self.scorer: Scorer = built.scorer
+        self.judge: Scorer | None = built.judge
         self.trainer: Trainer = built.trainer
         self.evaluation: EvaluationSampler | None = built.evaluation
 
@@ -243,10 +244,10 @@ class InlineExecutor:
 
     def _evaluate(self, command: Evaluate) -> None:
         system = self._system
-        assert system.evaluation is not None, "evaluations are scheduled only where the recipe has an eval section"
+        assert system.evaluation and system.judge, "evaluations are scheduled only where the recipe has an eval section"
         if self._eval_conditioning is None:
-            size = system.recipe.rollout.forward_batch_size
+            size = text_batch_size(system.recipe)
             self._eval_conditioning = encode_prompts(system.policy.adapter, system.held_out, size)
         latents = system.evaluation.generate(self._eval_conditioning)
-        scored = system.scorer.score(evaluation_samples(command.policy_version, len(latents)), system.held_out, latents)
+        scored = system.judge.score(evaluation_samples(command.policy_version, len(latents)), system.held_out, latents)
         self._journal.evaluated(command.policy_version, summarise(scored.images, scored.rewards), system.held_out)

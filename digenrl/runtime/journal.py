@@ -18,9 +18,10 @@ from digenrl.errors import RunFailed
 from digenrl.ids import SampleId, StepOutcome
 from digenrl.metrics.console import RunConsole
 from digenrl.metrics.guards import warnings_of
+from digenrl.metrics.hacking import HackingWatch, standard_error
 from digenrl.metrics.log import MetricsLog
 from digenrl.metrics.video import filmstrips
-from digenrl.rewards.compose import Rewards
+from digenrl.rewards.compose import Effort, Rewards
 from digenrl.runtime.ledger import StepRecord
 from digenrl.runtime.run_folder import RunFolder
 from digenrl.training.start_gate import start_gate_of
@@ -44,8 +45,16 @@ class Journal:
     """Collects what one run does."""
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, log: MetricsLog, console: RunConsole, *, skipped_steps: int = 0
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        log: MetricsLog,
+        console: RunConsole,
+        *,
+        skipped_steps: int = 0,
+        history: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """history: rows of metrics.jsonl from before this process, of a run that goes on."""
         self._recipe = recipe
         self._folder = folder
         self._log = log
@@ -57,6 +66,10 @@ class Journal:
         """Steps of the whole run that changed nothing: voided, or without a valid sample."""
         self.pool_metrics: Callable[[], dict[str, float]] = dict
         """What the schedule made of the step that is ending: bubbles, staleness."""
+        self._hacking = HackingWatch(
+            window=recipe.eval.alarm_window if recipe.eval else 0, errors=recipe.eval.alarm_errors if recipe.eval else 0.0
+        )
+        self._hacking.replay(history)
         self._without_rewards = 0
         self._step_began = time.monotonic()
 
@@ -129,6 +142,7 @@ class Journal:
         metrics["timing_s/step"] = seconds
         metrics |= self.pool_metrics()
         self._step_timing = {}
+        self._hacking.trained(step, metrics["reward_mean"])
         self._log.log("train", step, metrics)
         self._console.stepped(step, metrics)
         if outcome is StepOutcome.VOIDED:
@@ -156,9 +170,11 @@ class Journal:
         """A version was evaluated: log it and save the first pictures."""
         metrics = {
             "reward": evaluation.reward,
+            "reward_std": evaluation.reward_std,
             "num_images": float(len(evaluation.rewards)),
             "invalid_samples": float((~np.isfinite(evaluation.rewards)).sum()),
             **{f"reward/{name}": value for name, value in evaluation.parts.items()},
+            **_effort_metrics(evaluation.efforts),
             **category_means(evaluation, prompts),
         }
         parts = ", ".join(f"{name} {value:.3f}" for name, value in evaluation.parts.items())
@@ -178,6 +194,12 @@ class Journal:
         images = evaluation.images[:count]
         self._folder.save_samples(f"eval-version-{version:06d}", images, names, rows, fps=self._recipe.rollout.fps)
         self._log.images("eval/samples", version, filmstrips(images), [_caption(row) for row in rows])
+        alarm = self._hacking.evaluated(
+            version, evaluation.reward, standard_error(evaluation.reward_std, int(np.isfinite(evaluation.rewards).sum()))
+        )
+        if alarm is not None:
+            self._console.warn(f"hacking-{version}", str(alarm))
+        metrics["hacking_alarm"] = float(self._hacking.in_episode)
         # The row comes last: a version whose row is there is not evaluated again when the run goes on.
         self._log.log("eval", version, metrics)
 
@@ -196,6 +218,15 @@ def _reward_metrics(record: StepRecord[Any, Any], weights: Mapping[str, float]) 
         metrics[f"reward/{name}"] = float(values.mean()) if values.size else math.nan
         if name in weights:
             metrics[f"reward_weighted/{name}"] = weights[name] * metrics[f"reward/{name}"]
+    return metrics | _effort_metrics({name: sum(efforts.values(), Effort()) for name, efforts in record.efforts.items()})
+
+
+def _effort_metrics(efforts: Mapping[str, Effort]) -> dict[str, float]:
+    metrics = {}
+    for name, effort in efforts.items():
+        metrics[f"timing_s/reward/{name}"] = effort.seconds
+        metrics[f"invalid_samples/{name}"] = float(effort.invalid)
+        metrics[f"retries/{name}"] = float(effort.retries)
     return metrics
 
 

@@ -22,7 +22,7 @@ from digenrl.data.prompts import Prompt
 from digenrl.data.sampler import PromptSampler
 from digenrl.errors import ProtocolError
 from digenrl.ids import MicroBatchId, SampleId
-from digenrl.rewards.compose import Rewards
+from digenrl.rewards.compose import Effort, Rewards
 from digenrl.scheduling.micro_batches import MicroBatch, cut_into_micro_batches
 
 C = TypeVar("C")
@@ -43,6 +43,8 @@ class StepRecord(Generic[C, T]):
     """[P, G], NaN until scored and where invalid."""
     parts: dict[str, dict[int, NDArray[np.float64]]] = field(default_factory=dict)
     """Rewards and their parts, by name and micro-batch."""
+    efforts: dict[str, dict[int, Effort]] = field(default_factory=dict)
+    """What scoring took, by reward and micro-batch."""
     scored: set[int] = field(default_factory=set)
     """Indices of scored micro-batches."""
     accumulated: int = 0
@@ -107,6 +109,8 @@ class Ledger(Generic[C, T]):
             record.rewards[sample.prompt, sample.sample] = value
         for name, values in rewards.parts.items():
             record.parts.setdefault(name, {})[micro_batch.index] = values
+        for name, effort in rewards.efforts.items():
+            record.efforts.setdefault(name, {})[micro_batch.index] = effort
         record.scored.add(micro_batch.index)
 
     def discard(self, micro_batch: MicroBatchId) -> None:
@@ -117,6 +121,8 @@ class Ledger(Generic[C, T]):
         record.rewards[list(self.micro_batch(micro_batch).prompts)] = np.nan
         for pieces in record.parts.values():
             pieces.pop(micro_batch.index, None)
+        for efforts in record.efforts.values():
+            efforts.pop(micro_batch.index, None)
 
     def advantages(self, micro_batch: MicroBatchId) -> list[GroupAdvantages]:
         """Advantages of the groups of a scored micro-batch, in order of prompt."""

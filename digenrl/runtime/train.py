@@ -194,7 +194,8 @@ def _run(
             warn=console.warn,
         )
         log = MetricsLog(folder.metrics, sinks, warn=console.warn, labels=where.labels)
-        journal = Journal(recipe, folder, log, console, skipped_steps=start.skipped_steps)
+        history = read_metrics(folder.metrics) if opening.resume_step is not None else ()
+        journal = Journal(recipe, folder, log, console, skipped_steps=start.skipped_steps, history=history)
         settings = system.settings(start) if record is None else record.settings
         run = system.begin(settings, start, journal, interrupt, folder.checkpoints)
         executor = run.executor if record is None else ReplayExecutor(run.executor, record)

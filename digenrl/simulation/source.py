@@ -28,6 +28,7 @@ Workers are called ``generator-0``, ``scorer-0`` and so on, and ``trainer``. Pre
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from typing import Any
 
 from digenrl.config.builtin_recipes import builtin_recipes
 from digenrl.config.loader import recipe_from_plain
+from digenrl.config.retyped import leave_out_keys_of_old_types
 from digenrl.config.schema import Recipe, ScheduleSection
 from digenrl.config.source import Source, apply_override, parse_yaml
 from digenrl.config.text import read_text
@@ -72,6 +74,8 @@ class Loaded:
     preset: Preset | None = None
     recipe: Recipe | None = None
     """Where it is one."""
+    notes: tuple[str, ...] = ()
+    """What the overrides have done beyond their own keys."""
 
     @property
     def samples_per_step(self) -> int | None:
@@ -139,11 +143,12 @@ def _from_preset(found: Preset, overrides: Sequence[str]) -> Loaded:
 
 def _from_recipe(name: str, data: dict[str, Any], source: Source, overrides: Sequence[str]) -> Loaded:
     """A recipe on the devices of its ``cluster.placement``: one worker in turn, all devices in turn, or its pools."""
-    ours: dict[str, Any] = {}
+    written, ours = copy.deepcopy(data), dict[str, Any]()
     for override in overrides:
         head, _, rest = override.partition("=")[0].partition(".")
         for_recipe = rest in ScheduleSection.model_fields if head == "schedule" else head not in ("costs", "disturbance")
         apply_override(data if for_recipe else ours, override, source)
+    notes = tuple(leave_out_keys_of_old_types(written, data, source))
     recipe = recipe_from_plain(data, source)
     sections.section(sections.ScheduleInput, "schedule", ours, source)
     placement = recipe.cluster.placement
@@ -155,7 +160,7 @@ def _from_recipe(name: str, data: dict[str, Any], source: Source, overrides: Seq
     where = f"{where} everything in turn" if one_pool else f"{layout.devices} devices"
     label = f"recipe {name} on {where}, with default durations of the shipped tiny model on CPU cores (not measured in a run)"
     data = {**ours, "schedule": _schedule_of(recipe, asked["mode"]) | asked}
-    return dataclasses.replace(_of_model(label, data, source, model_of_recipe(recipe), layout), recipe=recipe)
+    return dataclasses.replace(_of_model(label, data, source, model_of_recipe(recipe), layout), recipe=recipe, notes=notes)
 
 
 def _layout_in_turn(recipe: Recipe) -> Layout:

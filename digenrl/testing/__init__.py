@@ -2,5 +2,6 @@
 
 from digenrl.testing.algorithm_check import check_algorithm
 from digenrl.testing.model_contract import check_model
+from digenrl.testing.reward_contract import check_reward
 
-__all__ = ["check_algorithm", "check_model"]
+__all__ = ["check_algorithm", "check_model", "check_reward"]

@@ -6,7 +6,7 @@ Invariant: parameters, optimizer, average and random state are untouched, also w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from digenrl.diffusion.sampler import StepPlan, denoise
 from digenrl.errors import RunFailed
 from digenrl.ids import SampleId
 from digenrl.models.base import Conditioning, Guidance
-from digenrl.rewards.compose import Rewards
+from digenrl.rewards.compose import Effort, Rewards
 from digenrl.training.ema import Ema
 from digenrl.training.policy import Policy
-from digenrl.workers.generator import encode_prompts
+from digenrl.workers.generator import encode_prompts, text_batch_size
 from digenrl.workers.scorer import Scorer
 
 
@@ -38,6 +38,8 @@ class Evaluation:
     """[N], the weighted sum; NaN where invalid."""
     part_values: Mapping[str, NDArray[np.float64]]
     """``<reward>`` and ``<reward>/<part>`` -> [N], of those that are finite somewhere."""
+    efforts: Mapping[str, Effort] = field(default_factory=dict)
+    """What scoring took, by reward."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -48,6 +50,11 @@ class Evaluation:
     def reward(self) -> float:
         """Mean of the valid rewards."""
         return float(np.nanmean(self.rewards))
+
+    @property
+    def reward_std(self) -> float:
+        """Standard deviation of the valid rewards over prompts."""
+        return float(np.nanstd(self.rewards))
 
 
 class EvaluationSampler:
@@ -97,12 +104,12 @@ class Evaluator:
         self._policy = policy
         self._sampler = EvaluationSampler(policy, ema, recipe, section)
         self._scorer = scorer
-        self._forward_batch_size = recipe.rollout.forward_batch_size
+        self._text_batch_size = text_batch_size(recipe)
         self.prompts = tuple(prompts)
 
     def evaluate(self) -> Evaluation:
         """Generate one image for every prompt and score it."""
-        conditioning = encode_prompts(self._policy.adapter, self.prompts, self._forward_batch_size)
+        conditioning = encode_prompts(self._policy.adapter, self.prompts, self._text_batch_size)
         latents = self._sampler.generate(conditioning)
         scored = self._scorer.score(evaluation_samples(self._policy.version, len(self.prompts)), self.prompts, latents)
         return summarise(scored.images, scored.rewards)
@@ -125,6 +132,7 @@ def summarise(images: NDArray[np.uint8], rewards: Rewards) -> Evaluation:
         images=images,
         rewards=rewards.totals,
         part_values={name: np.where(np.isfinite(v), v, np.nan) for name, v in rewards.parts.items() if np.isfinite(v).any()},
+        efforts=rewards.efforts,
     )
 
 

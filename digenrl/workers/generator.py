@@ -37,7 +37,7 @@ class Generator:
 
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
         """Encode prompts in canonical batches. Returns one row per prompt."""
-        return encode_prompts(self._policy.adapter, prompts, self._recipe.rollout.forward_batch_size)
+        return encode_prompts(self._policy.adapter, prompts, text_batch_size(self._recipe))
 
     def generate(
         self, samples: Sequence[SampleId], conditioning: Conditioning, prompt_rows: Tensor, policy_version: int
@@ -90,6 +90,11 @@ class Generator:
             log_probs=result.log_probs,
             final_latents=result.final_latents,
         )
+
+
+def text_batch_size(recipe: Recipe) -> int:
+    """Prompts in a pass of the text encoders: those of a step where they are fewer than a forward pass of the network takes."""
+    return min(recipe.rollout.forward_batch_size, recipe.rollout.prompts_per_step)
 
 
 @torch.no_grad()

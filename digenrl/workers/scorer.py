@@ -7,7 +7,7 @@ reward, and its sample is invalid; the pixels that are scored are the pixels tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,6 +43,11 @@ class Scorer:
         self._rewards = rewards
         self._forward_batch_size = forward_batch_size
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a reward has to see all samples of a prompt at once."""
+        return self._rewards.needs.compares_groups
+
     def score(self, samples: Sequence[SampleId], prompts: Sequence[Prompt], final_latents: Tensor) -> ScoredBatch:
         """Score B samples. prompts: one per sample. final_latents: [B, *latent]."""
         images, finite = self._decode(final_latents)
@@ -55,7 +60,8 @@ class Scorer:
         scored = self._rewards.score(shown)
         return ScoredBatch(
             images=images,
-            rewards=Rewards(
+            rewards=replace(
+                scored,
                 totals=_spread(scored.totals, finite),
                 parts={name: _spread(values, finite) for name, values in scored.parts.items()},
             ),

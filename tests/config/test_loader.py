@@ -58,7 +58,7 @@ def test_a_recipe_is_frozen(write: Write, text: str) -> None:
         (
             "  type: flow_grpo",
             "  type: dance_grpo\n  sde_window_size: 2",
-            "algorithm.sde_window_size is a key of another type of algorithm; a new type is given as a whole",
+            "algorithm.sde_window_size is a key of another type of algorithm",
         ),
         ("weight: 2.0", "wieght: 2.0", "rewards.0.wieght is not a known key; did you mean weight?"),
         ("weight: 2.0", "strict_wait: 2.0", "rewards.0.strict_wait is not a known key; did you mean strict_weight?"),
@@ -295,7 +295,7 @@ def test_the_plain_form_of_a_recipe_loads_to_an_equal_recipe(write: Write, text:
     recipe = load_recipe(write(text), overrides)
     plain = recipe.to_plain()
     assert recipe_from_plain(plain) == recipe
-    assert plain["rewards"][1] == {"type": "jpeg", "weight": -0.5, "name": "size", "quality": 75}
+    assert plain["rewards"][1].items() >= {"type": "jpeg", "weight": -0.5, "name": "size", "quality": 75}.items()
     assert "settings" not in repr(plain)
 
 

@@ -175,6 +175,7 @@ def test_geneval_metadata_is_read_as_it_is_published(file: File) -> None:
         ("a cat", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"prompt": "a"} {"prompt": "b"}', "is not JSON"),
+        ('{"prompt": "a", "score": NaN}', "NaN is no JSON number"),
         ("[1]", "has no `prompt` text"),
         ('"a cat"', "has no `prompt` text"),
         ("null", "has no `prompt` text"),

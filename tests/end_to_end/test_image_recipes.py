@@ -11,6 +11,8 @@ from digenrl.cli import check
 from digenrl.config.loader import load_recipe
 from digenrl.metrics.log import read_metrics
 from digenrl.runtime.train import train
+from tests.rewards.judge import Judge
+from tests.rewards.services import serving
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FAMILY = {"sd35_medium_flow_grpo": "sd3", "flux1_dev_flow_grpo": "flux", "qwen_image_flow_grpo": "qwen_image"}
@@ -80,8 +82,10 @@ def test_a_recipe_has_the_published_hyperparameters(
 
 @pytest.mark.parametrize("name", [pytest.param("sd35_medium_flow_grpo", marks=pytest.mark.slow), *list(FAMILY)[1:]])
 def test_two_steps_of_a_recipe_train_on_a_tiny_model(name: str, tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = tiny_folder(FAMILY[name])
-    train(load_recipe(published(name), [*SMALL, f"model.path={folder}", f"run.output_dir={tmp_path / 'run'}"]))
+    small = [*SMALL, f"model.path={tiny_folder(FAMILY[name])}", f"run.output_dir={tmp_path / 'run'}"]
+    with serving(Judge()) as url:
+        judge = [f"rewards.0.url={url}/v1", "rewards.0.model=tiny-vl"] if name.startswith("qwen") else []
+        train(load_recipe(published(name), [*small, *judge]))
     steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
     assert len(steps) == 2
     assert all(row["grad_norm"] > 0 and row["reward_std"] > 0 for row in steps)

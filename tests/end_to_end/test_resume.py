@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from digenrl.runtime.train import resume, train
 from digenrl.scheduling.commands import Accumulate
 from digenrl.scheduling.events import Finished
 from digenrl.trace.record import read_trace
+from digenrl.training.report import StepReport
+from digenrl.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -172,11 +175,11 @@ KILLED = (
 )
 
 
-def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
+def kill_and_resume(tmp_path: Path, kills: int, seed: int, *more: str) -> None:
     held_out = tmp_path / "held_out.jsonl"
     shipped = (ROOT / "digenrl" / "assets" / "shapes" / "heldout.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     held_out.write_text("".join(shipped[:8]), encoding="utf-8")
-    changes = [c for c in SMALL if c != "eval=null"] + [change.replace("HELD_OUT", str(held_out)) for change in KILLED]
+    changes = [c for c in SMALL if c != "eval=null"] + [change.replace("HELD_OUT", str(held_out)) for change in (*KILLED, *more)]
     straight = train(load_recipe(QUICKSTART, [*changes, f"run.output_dir={tmp_path / 'straight'}"]))
     draw, run = random.Random(seed), tmp_path / "killed"
     arguments = [str(QUICKSTART), *changes, f"run.output_dir={run}", "--resume", "auto"]
@@ -202,6 +205,35 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
 
 def test_a_run_that_was_killed_resumes_to_identical_weights(tmp_path: Path) -> None:
     kill_and_resume(tmp_path, kills=2, seed=int(time.time()))
+
+
+@pytest.mark.slow
+def test_a_run_of_two_updates_per_rollout_that_was_killed_resumes_to_identical_weights(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, 4, int(time.time()), "algorithm.updates_per_rollout=2")
+
+
+def test_a_run_stopped_between_two_updates_of_a_step_does_the_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = ("algorithm.updates_per_rollout=2", "train.save_freq=1", "train.steps=3")
+    straight = train(recipe(tmp_path / "straight", *changes))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "optimizer_step", _stopping_after(3, Trainer.optimizer_step))
+        with pytest.raises(StopRequested):
+            train(recipe(tmp_path / "run", *changes))
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0]
+    assert resume(recipe(tmp_path / "run", *changes), tmp_path / "run")["digests"] == straight["digests"]
+
+
+def _stopping_after(number: int, optimizer_step: Callable[[Trainer], StepReport]) -> Callable[[Trainer], StepReport]:
+    """An optimizer step after which, the ``number``-th time, this process is asked to stop."""
+    calls = itertools.count(1)
+
+    def step(trainer: Trainer) -> StepReport:
+        report = optimizer_step(trainer)
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report
+
+    return step
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_a_users_reward_rises(seed: int, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(ROOT / "examples")
     run(
         tmp_path / "bright",
-        "rewards=[{type: 'brightness:Brightness', target: 0.5}]",
+        "rewards=[{type: 'custom_reward:Brightness', target: 0.5}]",
         "rollout.num_generations=8",
         "rollout.forward_batch_size=16",
         "rollout.num_inference_steps=6",

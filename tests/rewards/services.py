@@ -88,6 +88,10 @@ class FaultyServer:
         self.down = False
         """Whether its process has ended: who is still connected is cut off."""
 
+    def says(self, **more: Any) -> None:
+        """Have its health say more than it does."""
+        self.health = Reply(json.dumps({**json.loads(HEALTHY), **more}).encode())
+
     def answer(self, content: bytes) -> Reply | None:
         if self.down:
             return None

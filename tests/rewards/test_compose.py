@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from digenrl.config.schema import Recipe, RewardSpec
+from digenrl.config.reward_list import RewardSpec
+from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError, RunFailed
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample, Score
@@ -271,3 +272,30 @@ def test_two_rewards_of_one_name_are_refused_and_different_names_are_the_way_out
     recipe = tiny_recipe(rewards=[{"type": "jpeg"}, {"type": "jpeg", "quality": 50, "name": "coarse"}])
     result = WeightedRewards.from_recipe(recipe.rewards).score(SAMPLES)
     assert set(result.parts) == {"jpeg", "jpeg/kilobytes", "coarse", "coarse/kilobytes"}
+
+
+class Costly(Sound):
+    """Counts how often it is made."""
+
+    made = 0
+
+    def __init__(self, settings: BaseModel) -> None:
+        super().__init__(settings)
+        Costly.made += 1
+
+
+def test_a_reward_of_two_lists_is_made_once_and_weighted_in_each_by_its_own_weight() -> None:
+    def listed(weight: float, name: str) -> RewardSpec:
+        return RewardSpec(type=f"{__name__}:Costly", name=name, weight=weight, settings=Costly.Settings())
+
+    Costly.made = 0
+    trained_on = WeightedRewards.from_recipe([listed(1.0, "a")])
+    held_out = WeightedRewards.from_recipe([listed(-2.0, "b"), spec_of(Sound)], where="eval.rewards", beside=trained_on.built)
+    assert Costly.made == 1
+    assert trained_on.score(SAMPLES).totals.tolist() == [0, -1, -2]
+    assert held_out.score(SAMPLES).parts["b"].tolist() == [0, -1, -2]
+    assert held_out.score(SAMPLES).totals.tolist() == [0, 1, 2]
+
+
+def spec_of(reward: type) -> RewardSpec:
+    return RewardSpec(type=f"{__name__}:{reward.__name__}", name="mine", settings=reward.Settings())  # type: ignore[attr-defined]

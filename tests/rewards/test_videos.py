@@ -11,7 +11,8 @@ from pydantic import BaseModel
 
 from digenrl.config.checks import check_recipe
 from digenrl.config.registry import media_of
-from digenrl.config.schema import Recipe, RewardSpec
+from digenrl.config.reward_list import RewardSpec
+from digenrl.config.schema import Recipe
 from digenrl.errors import ConfigError
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample, Score

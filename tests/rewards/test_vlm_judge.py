@@ -11,7 +11,9 @@ import pytest
 from digenrl.config.loader import load_reward
 from digenrl.config.settings.vlm_judge import VlmJudgeSettings
 from digenrl.errors import ConfigError, RewardUnavailable
-from digenrl.rewards.vlm_judge import VlmJudgeReward, read_score
+from digenrl.rewards.answers import read_score
+from digenrl.rewards.compose import WeightedRewards
+from digenrl.rewards.vlm_judge import VlmJudgeReward
 from tests.rewards.judge import Judge
 from tests.rewards.services import Reply, pictures, serving
 
@@ -20,7 +22,7 @@ TEMPLATE = 'How good is "{prompt}"? Like {"score": 1}.'
 
 
 def judge(url: str, **settings: Any) -> VlmJudgeReward:
-    given = {"url": f"{url}/v1", "model": "tiny-vl", "timeout_s": 2, "deadline_s": 4, "start_timeout_s": 0.5} | settings
+    given = {"url": f"{url}/v1", "model": "tiny-vl", "timeout_s": 10, "deadline_s": 20, "start_timeout_s": 20} | settings
     return VlmJudgeReward(VlmJudgeSettings(**given))
 
 
@@ -72,6 +74,8 @@ def test_the_key_comes_from_the_environment_and_nowhere_else(monkeypatch: pytest
         ({}, '{"score": -0.1}', None),
         ({}, '{"value": 7}', None),
         ({}, 'The score is {"score": 7}', None),
+        ({}, '{"score": 9, "score": 1}', None),
+        ({}, '{"why": {"score": 9, "score": 1}, "score": 2}', None),
         ({}, "7", None),
         ({}, "", None),
         ({}, "[" * 50_000, None),
@@ -81,6 +85,8 @@ def test_the_key_comes_from_the_environment_and_nowhere_else(monkeypatch: pytest
         ({"score_regex": r"Score: (-?[\d.]+)"}, "Score: 1.2.3", None),
         ({"score_regex": r"Score: (-?[\d.]+)"}, "8", None),
         ({"score_regex": r"(\w+)$", "maximum": 5}, "infinity", None),
+        ({"score_regex": r"Score: (\S+)"}, "Score: 1_0", None),
+        ({"score_regex": r"Score: (\S+)"}, "Score: nan", None),
     ],
 )
 def test_a_score_is_read_strictly_or_not_at_all(settings: dict[str, Any], answer: str, score: float | None) -> None:
@@ -144,3 +150,17 @@ def test_settings_that_cannot_work_are_refused_by_the_recipe(change: str, detail
     with pytest.raises(ConfigError) as caught:
         load_reward("vlm_judge", ["url=http://127.0.0.1:1/v1", "model=m", *changes])
     assert detail in str(caught.value)
+
+
+def test_a_judge_is_tried_at_the_start_and_refused_if_it_cannot_tell_a_circle_from_noise() -> None:
+    spec = ["model=tiny-vl", "maximum=1"]
+    stub = Judge()
+    with serving(stub) as url:
+        WeightedRewards.from_recipe([load_reward("vlm_judge", [*spec, f"url={url}/v1"])])
+    asked = [request["messages"][-1]["content"][-1]["text"] for request in stub.requests]
+    assert ["a red circle on a white background" in text for text in asked] == [True, True]
+    for answers in (['{"score": 0.5}'] * 2, ['{"score": 0.9}', "It is nice."]):
+        with serving(Judge(answers)) as url, pytest.raises(ConfigError, match="'vlm_judge' fails its self-test"):
+            WeightedRewards.from_recipe([load_reward("vlm_judge", [*spec, f"url={url}/v1", "max_inflight=1"])])
+    with serving(Judge(['{"score": 0.5}'] * 2)) as url:
+        WeightedRewards.from_recipe([load_reward("vlm_judge", [*spec, f"url={url}/v1", "self_test=false"])])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.config.schema import RewardSpec, Section
+from digenrl.config.reward_list import RewardSpec
+from digenrl.config.section import Section
 from digenrl.data.prompts import Prompt
 from digenrl.diffusion.dynamics import ODE
 from digenrl.diffusion.noise import Purpose, normal
@@ -19,9 +20,9 @@ from digenrl.errors import RunFailed
 from digenrl.ids import SampleId
 from digenrl.models.base import Guidance
 from digenrl.rewards.base import RewardSample
-from digenrl.rewards.compose import WeightedRewards
+from digenrl.rewards.compose import Rewards, WeightedRewards
 from digenrl.training.digest import digest
-from digenrl.workers.evaluator import Evaluator
+from digenrl.workers.evaluator import Evaluator, summarise
 from digenrl.workers.scorer import Scorer
 
 RigMaker = Callable[..., Any]
@@ -148,6 +149,14 @@ def test_the_noise_is_the_evaluations_own_and_the_same_every_time(make_rig: RigM
     assert not np.array_equal(other_seed.evaluate().images, once)
     load(rig, rig.trainer.ema.average)
     assert not np.array_equal(plain_images(rig, seed=1), once)
+
+
+def test_an_infinite_score_is_left_out_of_the_means_as_one_that_is_no_number() -> None:
+    scores = np.array([1.0, np.inf, 3.0, np.nan])
+    found = summarise(
+        np.zeros((4, 1, 1, 3), dtype=np.uint8), Rewards(totals=np.array([2.0, np.nan, 4.0, np.nan]), parts={"x": scores})
+    )
+    assert (found.reward, found.parts) == (3.0, {"x": 2.0})
 
 
 def test_evaluation_without_one_valid_reward_fails_and_leaves_the_weights(make_rig: RigMaker) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from digenrl.algorithms.base import RewardTable
 from digenrl.algorithms.flow_grpo import FlowGRPO
-from digenrl.config.schema import Recipe, RewardSpec, Section
+from digenrl.config.reward_list import RewardSpec
+from digenrl.config.schema import Recipe
+from digenrl.config.section import Section
 from digenrl.data.prompts import Prompt
 from digenrl.data.sampler import PromptSampler
 from digenrl.errors import ProtocolError, RunFailed

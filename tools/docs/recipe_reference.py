@@ -115,7 +115,7 @@ def _rows(model: Mapping[str, Any], prefix: str, schema: Mapping[str, Any]) -> I
         default = "required" if name in model.get("required", ()) else _default(prop, schema)
         about = (prop.get("description") or _default_about(key)).replace("<", "&lt;")
         if "properties" in nested:
-            is_list = "items" in prop
+            is_list = "items" in prop or any("items" in each for each in prop.get("anyOf", ()))
             yield f"`{key}`", "list of sections" if is_list else "section", default, _bounds(prop), about
             yield from _rows(nested, f"{key}.N" if is_list else key, schema)
         else:
@@ -130,7 +130,8 @@ def _default_about(key: str) -> str:
 
 def _resolve(prop: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section that a property is, or is a list of, or may be; the property itself if it is none."""
-    for candidate in (prop, prop.get("items", {}), *prop.get("anyOf", ())):
+    alternatives = (prop, *prop.get("anyOf", ()))
+    for candidate in (*alternatives, *(each["items"] for each in alternatives if "items" in each)):
         if isinstance(candidate, dict) and "$ref" in candidate:
             found: Mapping[str, Any] = schema["$defs"][candidate["$ref"].rpartition("/")[2]]
             return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -49,7 +49,17 @@ class RemoteSettings(ServiceSettings):
     """Where a service of `digenrl reward-serve` (or another that speaks its protocol) is, and how it is asked."""
 
     url: ServiceUrl = Field(description="Address of the service: http://HOST:PORT.")
-    samples_per_request: int = Field(default=8, ge=1, le=4096, description="Images or videos in one request.")
+    samples_per_request: int = Field(
+        default=8,
+        ge=1,
+        le=4096,
+        description="Images or videos in one request; whole groups, and at least one, where the service compares the samples of "
+        "a prompt.",
+    )
+    video: Literal["npy", "mp4"] = Field(
+        default="npy",
+        description="What videos are sent as, both without loss: plain pixels, or H.264 of RGB, which is smaller and takes time.",
+    )
     token_env: str = Field(
         default="DIGENRL_REWARD_TOKEN",
         min_length=1,

@@ -1,10 +1,11 @@
-"""Settings of the reward ``vlm_judge``."""
+"""Settings of the reward ``vlm_judge``, and what any judge is asked and how its answer is read."""
 
 from __future__ import annotations
 
 import re
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from digenrl.config.settings.remote_rewards import ServiceSettings, ServiceUrl
 
@@ -16,17 +17,11 @@ DEFAULT_TEMPLATE = (
 )
 
 
-class VlmJudgeSettings(ServiceSettings):
-    """Which model is asked, what it is asked, and how its answer is read."""
+class JudgeSettings(BaseModel):
+    """What a vision-language model is asked, and how its answer is read."""
 
-    url: ServiceUrl = Field(
-        description="Base address of an OpenAI-compatible endpoint (vLLM, SGLang, a hosted one), to which /chat/completions is "
-        "added: http://HOST:8000/v1."
-    )
-    model: str = Field(min_length=1, description="Name of the model, as the endpoint lists it.")
-    api_key_env: str | None = Field(
-        default=None, min_length=1, description="Environment variable that holds the endpoint's key; no key is sent if not given."
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
     template: str = Field(
         default=DEFAULT_TEMPLATE,
         description="What is asked beside the picture; {prompt}, which must stand in it, becomes the sample's prompt.",
@@ -45,10 +40,9 @@ class VlmJudgeSettings(ServiceSettings):
         default=4, ge=1, le=256, description="Frames of a video that are shown, the first and the last among them."
     )
     max_tokens: int = Field(default=64, ge=1, le=65536, description="Longest answer, in tokens.")
-    temperature: float = Field(default=0.0, ge=0, le=2, description="Of the answer; 0 takes the likeliest word each time.")
 
     @model_validator(mode="after")
-    def _can_be_asked_and_read(self) -> VlmJudgeSettings:
+    def _can_be_asked_and_read(self) -> Self:
         if PLACEHOLDER not in self.template:
             raise ValueError(f"template does not contain {PLACEHOLDER}: the judge would not know what was asked for. Put it in.")
         if self.score_key is not None and self.score_regex is not None:
@@ -63,3 +57,22 @@ class VlmJudgeSettings(ServiceSettings):
         if not self.minimum < self.maximum:
             raise ValueError(f"minimum ({self.minimum:g}) is not below maximum ({self.maximum:g})")
         return self
+
+
+class VlmJudgeSettings(JudgeSettings, ServiceSettings):
+    """Which model is asked, and where it is."""
+
+    url: ServiceUrl = Field(
+        description="Base address of an OpenAI-compatible endpoint (vLLM, SGLang, a hosted one), to which /chat/completions is "
+        "added: http://HOST:8000/v1."
+    )
+    model: str = Field(min_length=1, description="Name of the model, as the endpoint lists it.")
+    api_key_env: str | None = Field(
+        default=None, min_length=1, description="Environment variable that holds the endpoint's key; no key is sent if not given."
+    )
+    temperature: float = Field(default=0.0, ge=0, le=2, description="Of the answer; 0 takes the likeliest word each time.")
+    self_test: bool = Field(
+        default=True,
+        description="Show it a drawn circle and noise at the start, and refuse a judge that does not prefer the circle; false "
+        "where the template asks for something else.",
+    )

@@ -1,8 +1,8 @@
 """The service behind ``digenrl reward-serve``: ``GET /health`` and ``POST /v1/score``, as wire says them.
 
 Invariants: with a token, nobody is answered without it; without one, only this machine can ask (the command sees to it); a
-request is read no further than its limit; nothing is unpickled; one request is scored at a time, and those that would wait
-behind too many are told to come again.
+request is read no further than its limit; nothing is unpickled; one request is scored at a time, those that would wait
+behind too many are told to come again, and one whose caller has hung up is not scored.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from digenrl.config.reward_checks import Needs, SampleKind, check_needs
 from digenrl.errors import ConfigError, DigenError
 from digenrl.rewards.base import RewardSample, Score
 from digenrl.rewards.compose import WeightedRewards
-from digenrl.rewards.remote.wire import SCHEMA, UnreadableRequest, decode_request, encode_answer
+from digenrl.rewards.remote.media import READ, UnreadableRequest
+from digenrl.rewards.remote.wire import Served, decode_request, encode_answer, encode_health
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -85,7 +87,7 @@ class _Desk:
 
     async def health(self, request: Request) -> bytes:
         self._check_token(request)
-        return json.dumps({"status": "ok", "schema": SCHEMA, "rewards": list(self._rewards.names)}).encode()
+        return encode_health(Served(rewards=self._rewards.names, needs=self._rewards.needs, accepts=READ))
 
     async def score(self, request: Request) -> bytes:
         self._check_token(request)
@@ -102,6 +104,9 @@ class _Desk:
             except TimeoutError as error:
                 raise _Refused(408, f"the request did not arrive within {self._limits.read_s:g} s") from error
             async with self._turn:
+                if await request.is_disconnected():
+                    # It has given up waiting, and usually asks again: to score this one too would make it wait longer still.
+                    raise _Refused(408, "nobody waits for the answer")
                 return await asyncio.to_thread(self._work, content)
         finally:
             self._present -= 1
@@ -130,10 +135,22 @@ class _Desk:
             raise _Refused(422, str(error)) from error
         except MemoryError as error:
             raise _Refused(413, "the request does not fit into memory") from error
+        for sample in samples:
+            _check_sample(sample, self._rewards.needs)
         try:
             return encode_answer(request, _scores(self._rewards, samples))
         except DigenError as error:
             raise _Refused(500, error.what) from error
+
+
+def _check_sample(sample: RewardSample, needs: Needs) -> None:
+    """Refuse what would fail again however often it is sent."""
+    height, width = sample.image.shape[-3:-1]
+    kind = SampleKind(height=height, width=width, num_frames=2 if sample.image.ndim == 4 else 1)
+    try:
+        check_needs(needs, kind, f"sample {sample.id}: this service")
+    except ConfigError as error:
+        raise _Refused(422, error.what) from error
 
 
 def _scores(rewards: WeightedRewards, samples: tuple[RewardSample, ...]) -> dict[Any, Score]:

@@ -1,8 +1,10 @@
-"""What goes over the wire between a run and a reward service: JSON, with pictures as PNG and videos as npy, in base64.
+"""What goes over the wire between a run and a reward service: JSON, with pictures and videos in base64 (see media).
 
 A request: ``{"schema": 1, "request": "...", "samples": [{"id": "0/1/2", "prompt": "...", "metadata": {...}, "fps": 16.0,
 "media": {"type": "image/png", "data": "..."}}]}``. An answer: ``{"schema": 1, "request": the same, "scores": [{"id": "0/1/2",
-"value": 0.5, "parts": {"strict": 1.0}}]}``; the value null says that this sample has no valid score.
+"value": 0.5, "parts": {"strict": 1.0}}]}``; the value null says that this sample has no valid score. Health: ``{"status": "ok",
+"schema": 1, "rewards": ["jpeg"], "media": ["image", "video"], "sample_size": null, "compares_groups": false, "accepts":
+["image/png", "video/npy", "video/mp4"]}``, of which all but the first two may be left out.
 
 Invariants: pixels arrive bit for bit; nothing is ever unpickled; what was sent and what is answered are matched by id, and
 counted; what is read is no larger than it says to be before it is unpacked.
@@ -10,41 +12,46 @@ counted; what is read is no larger than it says to be before it is unpacked.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
+from digenrl.config.registry import MEDIA
+from digenrl.config.reward_checks import Needs
 from digenrl.ids import SampleId
 from digenrl.rewards.base import RewardSample, Score
 from digenrl.rewards.http import UnreadableAnswer
+from digenrl.rewards.remote.media import NPY, PNG, UnreadableRequest, VideoFormat, decode_media, encode_media
 
 SCHEMA = 1
-PNG, NPY = "image/png", "video/npy"
-MOST_PIXELS = 2**28
-"""Of one image, or of all frames of a video: what a request may unpack to."""
+MOST_PIXELS_IN_ALL = 2**30
+"""Of all samples of a request: small files can hold large pictures."""
+ANYTHING = Needs(media=MEDIA)
 
 
-class UnreadableRequest(ValueError):
-    """The request is not what was agreed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a service says of itself."""
+
+    rewards: tuple[str, ...] = ()
+    """Names."""
+    needs: Needs = ANYTHING
+    """Which samples it can score."""
+    accepts: tuple[str, ...] = (PNG, NPY)
+    """Kinds of parts that it reads."""
 
 
-def encode_request(request: str, samples: Sequence[RewardSample]) -> bytes:
-    """The body of a request. Raises ValueError for metadata that JSON cannot say."""
+def encode_request(request: str, samples: Sequence[RewardSample], video: VideoFormat = "npy") -> bytes:
+    """The body of a request. video: what videos are sent as. Raises ValueError for metadata that JSON cannot say."""
     plain = [
         {
             "id": str(sample.id),
             "prompt": sample.prompt,
             "metadata": dict(sample.metadata),
             "fps": sample.fps,
-            "media": encode_media(sample.image),
+            "media": encode_media(sample.image, video, sample.fps),
         }
         for sample in samples
     ]
@@ -62,10 +69,16 @@ def decode_request(content: bytes) -> tuple[str, tuple[RewardSample, ...]]:
     request, samples = plain.get("request"), plain.get("samples")
     if not isinstance(request, str) or not isinstance(samples, list) or not samples:
         raise UnreadableRequest("`request` (a text) or `samples` (a list of at least one) is missing")
-    read = tuple(_decode_sample(number, sample) for number, sample in enumerate(samples))
+    read: list[RewardSample] = []
+    pixels = 0
+    for number, sample in enumerate(samples):
+        read.append(_decode_sample(number, sample))
+        pixels += read[-1].image.size // 3
+        if pixels > MOST_PIXELS_IN_ALL:
+            raise UnreadableRequest(f"its pictures have more than {MOST_PIXELS_IN_ALL} pixels in all: send fewer samples")
     if len({sample.id for sample in read}) != len(read):
         raise UnreadableRequest("two samples have the same id")
-    return request, read
+    return request, tuple(read)
 
 
 def encode_answer(request: str, scores: Mapping[SampleId, Score]) -> bytes:
@@ -103,70 +116,40 @@ def decode_answer(plain: Any, request: str, wanted: Sequence[SampleId]) -> dict[
     return {sample: scores[name] for name, sample in names.items()}
 
 
-def encode_media(image: NDArray[np.uint8]) -> dict[str, str]:
-    """An image [H, W, 3] as PNG, a video [F, H, W, 3] as npy, each without loss."""
-    kind, content = (PNG, png_bytes(image)) if image.ndim == 3 else (NPY, _npy_bytes(image))
-    return {"type": kind, "data": base64.b64encode(content).decode("ascii")}
+def encode_health(served: Served) -> bytes:
+    """The body of an answer to ``/health``."""
+    plain = {
+        "status": "ok",
+        "schema": SCHEMA,
+        "rewards": served.rewards,
+        "media": served.needs.media,
+        "sample_size": served.needs.sample_size,
+        "compares_groups": served.needs.compares_groups,
+        "accepts": served.accepts,
+    }
+    return json.dumps(plain).encode()
 
 
-def png_bytes(image: NDArray[np.uint8]) -> bytes:
-    """An image [H, W, 3] as a PNG file."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG", compress_level=1)
-    return buffer.getvalue()
+def decode_health(plain: Any) -> Served:
+    """What a service says of itself. Raises UnreadableAnswer for what is none of this schema."""
+    if not isinstance(plain, dict) or plain.get("status") != "ok" or plain.get("schema") != SCHEMA:
+        raise UnreadableAnswer(f"it does not say that it is a reward service of schema {SCHEMA}")
+    media, accepts, size = plain.get("media", MEDIA), plain.get("accepts", (PNG, NPY)), plain.get("sample_size")
+    if not _are_texts(media) or not media or not set(media) <= set(MEDIA):
+        raise UnreadableAnswer(f"`media` is {media!r:.100}, and not of {', '.join(MEDIA)}")
+    if not _are_texts(accepts) or not _are_texts(plain.get("rewards", ())):
+        raise UnreadableAnswer("`accepts` or `rewards` is not a list of texts")
+    if size is not None and not (isinstance(size, list) and len(size) == 2 and all(type(side) is int for side in size)):
+        raise UnreadableAnswer(f"`sample_size` is {size!r:.100}, and not [height, width]")
+    compares = plain.get("compares_groups", False)
+    if not isinstance(compares, bool):
+        raise UnreadableAnswer(f"`compares_groups` is {compares!r:.100}, and not true or false")
+    needs = Needs(media=tuple(media), sample_size=None if size is None else (size[0], size[1]), compares_groups=compares)
+    return Served(rewards=tuple(plain.get("rewards", ())), needs=needs, accepts=tuple(accepts))
 
 
-def _npy_bytes(video: NDArray[np.uint8]) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, np.ascontiguousarray(video), allow_pickle=False)
-    return buffer.getvalue()
-
-
-def decode_media(media: object) -> NDArray[np.uint8]:
-    """The pixels, read-only. Raises UnreadableRequest."""
-    if not isinstance(media, dict) or not isinstance(media.get("data"), str):
-        raise UnreadableRequest("`media` has no `data`")
-    readers = {PNG: _read_png, NPY: _read_npy}
-    kind = media.get("type")
-    if not isinstance(kind, str) or kind not in readers:
-        raise UnreadableRequest(f"`media.type` is {kind!r}, and known are {', '.join(readers)}")
-    try:
-        content = base64.b64decode(media["data"], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise UnreadableRequest(f"`media.data` is not base64: {error}") from error
-    pixels = readers[kind](content)
-    pixels.setflags(write=False)
-    return pixels
-
-
-def _read_png(content: bytes) -> NDArray[np.uint8]:
-    try:
-        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-            if math.prod(image.size) > MOST_PIXELS:
-                raise UnreadableRequest(f"an image of {image.size} pixels is too large")
-            return np.array(image.convert("RGB"))
-    except UnreadableRequest:
-        raise
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UnreadableRequest(f"an image is not a PNG: {error}") from error
-
-
-def _read_npy(content: bytes) -> NDArray[np.uint8]:
-    file = io.BytesIO(content)
-    try:
-        version = np.lib.format.read_magic(file)
-        if version != (1, 0):
-            raise UnreadableRequest(f"a video is an npy file of version {version}, and 1.0 is asked for")
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    except UnreadableRequest:
-        raise
-    except (ValueError, EOFError) as error:
-        raise UnreadableRequest(f"a video is not an npy file: {error}") from error
-    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
-        raise UnreadableRequest(f"a video has dtype {dtype} and shape {shape}; uint8 [F, H, W, 3] in C order is asked for")
-    if math.prod(shape) > 3 * MOST_PIXELS or math.prod(shape) != len(content) - file.tell():
-        raise UnreadableRequest(f"a video of shape {shape} is too large, or not of the size that it says")
-    return np.frombuffer(content, dtype=np.uint8, offset=file.tell()).reshape(shape).copy()
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
 
 
 def _decode_sample(number: int, plain: object) -> RewardSample:

@@ -24,11 +24,13 @@ class Hello:
     """Trained numbers; 0 where it holds no policy."""
     num_buckets: int
     """Parts that its weights are published in."""
+    compares_groups: bool = False
+    """Whether a reward of it has to see all samples of a prompt at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """Rewards of the samples of one rank, and the pictures that were asked for."""
+    """Rewards of the samples of one call, and the pictures that were asked for."""
 
     rewards: Rewards
     pictures: NDArray[np.uint8]
@@ -38,6 +40,16 @@ class Pieces:
 class ScoringHost(Protocol):
     """Whoever decodes and scores: a worker's host, or the driver's own."""
 
-    def score(self, samples: Sequence[SampleId], prompts: Sequence[Prompt], picture_rows: Sequence[int], latents: Any) -> Pieces:
+    def score(self, samples: Sequence[SampleId], prompts: Sequence[Prompt], picture_rows: Sequence[int], *latents: Any) -> Pieces:
         """See WorkerHost.score."""
+        ...
+
+    def score_held_out(
+        self, samples: Sequence[SampleId], prompts: Sequence[Prompt], picture_rows: Sequence[int], latents: Any, /
+    ) -> Pieces:
+        """See WorkerHost.score_held_out."""
+        ...
+
+    def hello(self) -> Hello:
+        """Who is here."""
         ...

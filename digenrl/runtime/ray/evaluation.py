@@ -108,7 +108,7 @@ class RemoteEvaluation:
             rows = [row - share.start for row in self._rows if row in share]
             arguments = ([samples[i] for i in share], [self._prompts[i] for i in share], rows, latents)
             if scorer is not None:
-                calls.append((scorer, self._pool.call(scorer, "score", *arguments)[0]))
+                calls.append((scorer, self._pool.call(scorer, "score_held_out", *arguments)[0]))
             elif self._score_here is not None:
                 calls.append(self._score_here(*arguments))
         self._run(command, calls, scored)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,7 +117,7 @@ class RayExecutor(Outcomes):
             system.recipe.log.num_samples,
             journal,
             self._run,
-            self._locally if system.local_scorer else None,
+            partial(self._locally, "score_held_out") if system.local_scorer else None,
         )
         self._clock_us = 0
         self._began = time.perf_counter_ns()
@@ -288,17 +289,18 @@ class RayExecutor(Outcomes):
         due = set(self._journal.picture_rows(samples))
         calls: list[Call] = []
         start = 0
-        processes = self._pool.processes(command.worker)
-        for number, part in enumerate(trajectory.parts):
-            prompts = [record.prompts[sample.prompt] for sample in part.samples]
-            rows = [row for row in range(len(part.samples)) if start + row in due]
-            start += len(part.samples)
-            arguments = (part.samples, prompts, rows, part.latents)
+        for number, parts in enumerate(self._scored_together(command, trajectory)):
+            ids = tuple(sample for part in parts for sample in part.samples)
+            prompts = [record.prompts[sample.prompt] for sample in ids]
+            rows = [row for row in range(len(ids)) if start + row in due]
+            start += len(ids)
+            latents = [part.latents for part in parts]
             if command.worker == DRIVER:
-                calls.append(self._locally(*arguments))
+                calls.append(self._locally("score", ids, prompts, rows, *latents))
             else:
+                processes = self._pool.processes(command.worker)
                 process = processes[number % len(processes)]
-                calls.append((process, self._pool.call(process, "score", *arguments)[0]))
+                calls.append((process, self._pool.call(process, "score", ids, prompts, rows, *latents)[0]))
 
         def finish(answers: list[Any]) -> None:
             pieces: list[Pieces] = answers
@@ -309,6 +311,15 @@ class RayExecutor(Outcomes):
             self._journal.scored(samples, prompts, rewards, pictures, trajectory.policy_version)
 
         self._run(command, calls, finish)
+
+    def _scored_together(self, command: Score, trajectory: RemoteTrajectory) -> list[tuple[RemotePart, ...]]:
+        """What is scored in one call: each rank's part by itself, or all where a reward has to see whole groups."""
+        if command.worker == DRIVER:
+            host = self._system.local_scorer
+            compares = host is not None and host.hello().compares_groups
+        else:
+            compares = any(p.hello is not None and p.hello.compares_groups for p in self._pool.processes(command.worker))
+        return [trajectory.parts] if compares else [(part,) for part in trajectory.parts]
 
     def _accumulate(self, command: Accumulate) -> None:
         step, index = command.micro_batch.step, command.micro_batch.index
@@ -386,12 +397,15 @@ class RayExecutor(Outcomes):
         """The same call to all ranks of a worker."""
         return [(process, self._pool.call(process, method, *arguments)[0]) for process in self._pool.processes(worker)]
 
-    def _locally(self, samples: Sequence[SampleId], prompts: Sequence[Any], rows: Sequence[int], latents: ObjectRef[Any]) -> Call:
-        """Score in this process, beside the driver's loop."""
+    def _locally(
+        self, method: str, samples: Sequence[SampleId], prompts: Sequence[Any], rows: Sequence[int], *latents: ObjectRef[Any]
+    ) -> Call:
+        """Score in this process, beside the driver's loop. method: of ScoringHost."""
         host, local = self._system.local_scorer, self._local
         assert host is not None and local is not None, "scorers.placement: driver has them"
         timeout = self._system.recipe.cluster.command_timeout_s
-        return None, local.submit(lambda: host.score(samples, prompts, rows, ray.get(latents, timeout=timeout)))
+        score = getattr(host, method)
+        return None, local.submit(lambda: score(samples, prompts, rows, *ray.get(list(latents), timeout=timeout)))
 
     def _run(self, command: WorkerCommand, calls: Sequence[Call], finish: Callable[[list[Any]], Any]) -> None:
         self._in_flight.run(command, calls, finish, now_us=self.now_us())

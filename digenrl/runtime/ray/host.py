@@ -46,7 +46,8 @@ from digenrl.weight_sync.publication import Publication, digest_of
 from digenrl.weight_sync.publisher import Publisher
 from digenrl.weight_sync.transport import Address, Listener, TransportFailed
 from digenrl.weight_sync.wire import wire_dtypes
-from digenrl.workers.generator import encode_prompts
+from digenrl.workers.generator import encode_prompts, text_batch_size
+from digenrl.workers.scorer import Scorer
 
 TRANSFER_TIMEOUT_S = 60.0
 """Longest wait for a peer in a broadcast, and longest time of one bucket."""
@@ -98,12 +99,13 @@ class WorkerHost:
             device=str(self._device),
             num_parameters=policy.num_parameters if policy else 0,
             num_buckets=publisher.num_buckets if publisher else 0,
+            compares_groups=self.built.scorer is not None and self.built.scorer.compares_groups,
         )
 
     def encode(self, prompts: Sequence[Prompt]) -> tuple[set[str], dict[str, PackedTensor]]:
         """Prompts that are cut off, and the conditioning, a row per prompt."""
         adapter = self.built.adapter
-        encoded = encode_prompts(adapter, prompts, self._recipe.rollout.forward_batch_size)
+        encoded = encode_prompts(adapter, prompts, text_batch_size(self._recipe))
         return set(adapter.truncated_prompts), pack_all(encoded.tensors)
 
     def generate(
@@ -129,12 +131,30 @@ class WorkerHost:
         return time.perf_counter() - began, pack_trajectory(trajectory), pack(trajectory.final_latents)
 
     def score(
+        self, samples: Sequence[SampleId], prompts: Sequence[Prompt], picture_rows: Sequence[int], *latents: PackedTensor
+    ) -> Pieces:
+        """Decode and score B samples. prompts: one per sample; picture_rows: of which samples the pictures come back.
+
+        latents: of all samples, in order, in one part or several.
+        """
+        return self._score(self.built.scorer, samples, prompts, picture_rows, latents)
+
+    def score_held_out(
         self, samples: Sequence[SampleId], prompts: Sequence[Prompt], picture_rows: Sequence[int], latents: PackedTensor
     ) -> Pieces:
-        """Decode and score B samples. prompts: one per sample; picture_rows: of which samples the pictures come back."""
-        scorer = self.built.scorer
+        """As ``score``, with the rewards of held-out evaluation."""
+        return self._score(self.built.judge, samples, prompts, picture_rows, [latents])
+
+    def _score(
+        self,
+        scorer: Scorer | None,
+        samples: Sequence[SampleId],
+        prompts: Sequence[Prompt],
+        picture_rows: Sequence[int],
+        latents: Sequence[PackedTensor],
+    ) -> Pieces:
         assert scorer is not None, "only workers with rewards are asked"
-        scored = scorer.score(samples, prompts, unpack(latents).to(self._device))
+        scored = scorer.score(samples, prompts, torch.cat([unpack(part) for part in latents]).to(self._device))
         return Pieces(rewards=scored.rewards, pictures=scored.images[list(picture_rows)])
 
     def accumulate(

@@ -37,7 +37,7 @@ SMALL = (
 
 
 def remote(url: str, **settings: float) -> str:
-    given = {"timeout_s": 1, "deadline_s": 20, "start_timeout_s": 1, "samples_per_request": 2} | settings
+    given = {"timeout_s": 2, "deadline_s": 30, "start_timeout_s": 20, "samples_per_request": 2} | settings
     return "rewards=[{type: remote, url: '" + url + "', " + ", ".join(f"{k}: {v}" for k, v in given.items()) + "}]"
 
 
@@ -67,6 +67,13 @@ def test_faults_that_pass_give_the_weights_of_a_run_in_process(tmp_path: Path, i
     assert len(server.requests) >= 3 * 8 + sum(fault is not None for fault in faults)
 
 
+def test_a_service_that_is_many_times_slower_changes_nothing(tmp_path: Path, in_process: Any) -> None:
+    server = FaultyServer(then=slow(0.1))  # scoring two pictures takes it some milliseconds
+    with serving(server) as url:
+        assert run(tmp_path / "there", remote(url, timeout_s=20))["digests"] == in_process
+    assert len(server.requests) == 3 * 8
+
+
 def test_a_service_that_is_restarted_in_mid_run_changes_nothing(tmp_path: Path, in_process: Any) -> None:
     server, port = FaultyServer(), free_port()
     stack = ExitStack()
@@ -92,7 +99,9 @@ def test_a_sample_that_the_service_cannot_score_is_invalid_and_counted(tmp_path:
     with serving(FaultyServer([value(None)])) as url:
         run(tmp_path / "there", remote(url), "train.steps=1")
     row = read_metrics(tmp_path / "there" / "metrics.jsonl")[0]
-    assert row["invalid_samples"] == 1
+    assert row["invalid_samples"] == row["invalid_samples/remote"] == 1
+    assert row["retries/remote"] == 0
+    assert row["timing_s/reward/remote"] > 0
     assert row["reward_mean"] < 0
 
 

@@ -8,21 +8,27 @@ import json
 import os
 import pickle
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 
 from digenrl.cli.reward_serve import run
 from digenrl.config.loader import load_reward
 from digenrl.errors import ConfigError
 from digenrl.rewards.compose import WeightedRewards
 from digenrl.rewards.remote.client import RemoteReward
-from digenrl.rewards.remote.server import Limits
-from digenrl.rewards.remote.wire import encode_request, png_bytes
+from digenrl.rewards.remote.media import png_bytes
+from digenrl.rewards.remote.server import Limits, make_app
+from digenrl.rewards.remote.wire import encode_request
 from tests.rewards.services import ROOT, pictures, reward_serve
 
 SAMPLES = pictures(6)
@@ -41,9 +47,9 @@ def service(marker: Path) -> Iterator[str]:
         yield url
 
 
-def post(url: str, content: bytes, **headers: str) -> httpx.Response:
+def post(url: str, content: bytes, timeout_s: float = 20, **headers: str) -> httpx.Response:
     given = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"} | headers
-    return httpx.post(f"{url}/v1/score", content=content, headers=given, trust_env=False, timeout=20)
+    return httpx.post(f"{url}/v1/score", content=content, headers=given, trust_env=False, timeout=timeout_s)
 
 
 def test_the_service_gives_the_very_scores_of_its_reward(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +71,15 @@ def test_videos_arrive_bit_for_bit(service: str) -> None:
 
 def test_health_says_what_is_served(service: str) -> None:
     answer = httpx.get(f"{service}/health", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False)
-    assert answer.json() == {"status": "ok", "schema": 1, "rewards": ["jpeg"]}
+    assert answer.json() == {
+        "status": "ok",
+        "schema": 1,
+        "rewards": ["jpeg"],
+        "media": ["image", "video"],
+        "sample_size": None,
+        "compares_groups": False,
+        "accepts": ["image/png", "video/npy", "video/mp4"],
+    }
 
 
 @pytest.mark.parametrize("shown", ["", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"bearer {TOKEN}x"])
@@ -219,3 +233,70 @@ def test_a_recipe_s_rewards_are_served_as_their_weighted_sum(tmp_path: Path) -> 
         scored = RemoteReward(RemoteReward.Settings(url=url, token_env="NO_SUCH_TOKEN")).score(SAMPLES)
     for score in scored.values():
         assert score.value == pytest.approx(2 * score.parts["jpeg"] + score.parts["coarse"], rel=1e-12)
+
+
+class Waits:
+    """A reward that is told when to go on, and says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.scored: list[int] = []
+        self.inside, self.most_inside = 0, 0
+        self.working, self.go_on = threading.Event(), threading.Event()
+
+    def score(self, samples: Any) -> dict[Any, float]:
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+        self.scored.append(samples[0].id.sample)
+        self.working.set()
+        assert self.go_on.wait(20)
+        self.inside -= 1
+        return {sample.id: 0.0 for sample in samples}
+
+
+@contextmanager
+def in_process(reward: Any, **limits: float) -> Iterator[str]:
+    app = make_app(WeightedRewards([(load_reward("jpeg"), reward)]), limits=Limits(**limits))  # type: ignore[arg-type]
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+def test_a_request_whose_caller_has_hung_up_is_not_scored() -> None:
+    reward = Waits()
+    with in_process(reward) as url, ThreadPoolExecutor() as threads:
+        first = threads.submit(post, url, encode_request("r", SAMPLES[:1]))
+        assert reward.working.wait(20)
+        with pytest.raises(httpx.ReadTimeout):
+            post(url, encode_request("r", SAMPLES[1:2]), timeout_s=0.5)
+        reward.go_on.set()
+        assert first.result(20).status_code == 200
+        assert post(url, encode_request("r", SAMPLES[2:3])).status_code == 200
+    assert reward.scored == [0, 2]
+
+
+def test_one_request_is_scored_at_a_time_and_what_waits_behind_too_many_is_told_to_come_again() -> None:
+    reward = Waits()
+    with in_process(reward, waiting=2) as url, ThreadPoolExecutor() as threads:
+        first = threads.submit(post, url, encode_request("r", SAMPLES[:1]))
+        assert reward.working.wait(20)
+        others = [threads.submit(post, url, encode_request("r", [sample])) for sample in SAMPLES[1:]]
+        refused = list(islice(as_completed(others, timeout=20), len(others) - 1))
+        assert {(each.result().status_code, each.result().headers["Retry-After"]) for each in refused} == {(503, "1")}
+        reward.go_on.set()
+        assert [each.result(20).status_code for each in (first, *others) if each not in refused] == [200, 200]
+    assert reward.most_inside == 1
+    assert len(reward.scored) == 2
+
+
+def test_a_request_that_does_not_arrive_whole_is_given_up() -> None:
+    with in_process(Waits(), read_s=0.2) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as asker:
+            asker.sendall(b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+            assert asker.recv(4096).startswith(b"HTTP/1.1 408")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from digenrl.metrics.log import read_metrics
-from tests.runtime.ray.conftest import DISAGGREGATED, TrainSmall
+from tests.runtime.ray.conftest import DISAGGREGATED, SHARED, TrainSmall
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -20,11 +20,17 @@ ALGORITHMS = {
 }
 
 
+PLACES = {
+    "two generators": (*DISAGGREGATED, "cluster.generators.0.replicas=2"),
+    "one worker for both": ("cluster.placement=colocated", *SHARED),
+}
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_pools_give_the_weights_of_one_process(name: str, train_small: TrainSmall) -> None:
+def test_every_place_gives_the_weights_of_one_process(name: str, train_small: TrainSmall) -> None:
     inline = train_small("inline", *ALGORITHMS[name])
-    apart = train_small("apart", *DISAGGREGATED, "cluster.generators.0.replicas=2", *ALGORITHMS[name])
-    assert apart["digests"] == inline["digests"]
+    found = {place: train_small(place.replace(" ", "_"), *PLACES[place], *ALGORITHMS[name])["digests"] for place in PLACES}
+    assert found == dict.fromkeys(PLACES, inline["digests"])
 
 
 def test_two_updates_are_one_step_in_the_logs(train_small: TrainSmall, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A reward of your own in one file: how bright an image is.
 
-Use it from the folder that holds this file (or install it): rewards: [{type: "brightness:Brightness"}]
+Use it from the folder that holds this file (or install it): rewards: [{type: "custom_reward:Brightness"}]
 """
 
 from __future__ import annotations
