@@ -63,7 +63,7 @@ def test_a_run_says_how_far_it_went_and_what_each_reward_was(algorithm: str, tmp
 
 
 def test_two_updates_per_rollout_are_two_optimizer_steps_on_one_version(tmp_path: Path) -> None:
-    (row,) = rows_of(tmp_path / "run", "algorithm.updates_per_rollout=2")
+    (row,) = rows_of(tmp_path / "run", "algorithm.updates_per_rollout=2", TWO)
     assert row["ratio_mean"] == 1.0
     assert row["later_updates/ratio_std"] > 0
     assert row["trained_pairs"] == 2 * 4 * 2

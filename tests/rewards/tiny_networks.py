@@ -14,7 +14,8 @@ from torch import Tensor
 from digenrl.testing.tiny_text import qwen_tokenizer, strengthened
 from tests.rewards.services import ROOT
 
-TOKENIZER = ROOT / "digenrl" / "assets" / "shapes" / "model" / "tokenizer"
+TOKENIZER = ROOT / "tests" / "rewards" / "golden" / "tokenizer"
+"""Of CLIP's kind, with one token a word; golden numbers depend on its ids."""
 CLIP_CONFIG = {
     "crop_size": {"height": 32, "width": 32},
     "size": {"shortest_edge": 32},

