@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from digenrl.cli.environment import note
+from digenrl.cli.notes import note
 from digenrl.cli.workers import worker_lines, workers_of
 from digenrl.config.arithmetic import padding_advice, step_arithmetic
 from digenrl.config.builtin import resolve

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from digenrl.cli.environment import note
+from digenrl.cli.notes import note
 from digenrl.simulation.plan import plan
 from digenrl.simulation.source import load_source
 

@@ -7,7 +7,8 @@ import os
 import socket
 from collections.abc import Sequence
 
-from digenrl.cli.environment import calm_threads, note
+from digenrl.cli.environment import calm_threads
+from digenrl.cli.notes import note
 from digenrl.config.builtin_recipes import names_recipe
 from digenrl.config.loader import load_recipe, load_reward
 from digenrl.config.reward_list import RewardSpec

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from digenrl.cli.environment import note
+from digenrl.cli.notes import note
 from digenrl.driver import Recorder
 from digenrl.errors import ConfigError
 from digenrl.simulation.modes import Mode, Options, schedule_of

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from digenrl.cli.check import inspect, schedule_warnings
 from digenrl.cli.emulation import emulation_of
-from digenrl.cli.environment import calm_threads, note
+from digenrl.cli.environment import calm_threads
+from digenrl.cli.notes import note
 from digenrl.cli.report import report_lines
 from digenrl.config.builtin_recipes import names_recipe
 from digenrl.config.loader import load_recipe
@@ -77,7 +78,7 @@ def _what_to_replay(path: str | None, overrides: Sequence[str], replay: str) -> 
         raise ConfigError(f"{str(file)!r} has no recipe.yaml beside it.", fix="Name the recipe of the recorded run first.")
     # Not into the recorded run's own folder.
     changes = ["run.output_dir=null", *([path] if path is not None else []), *overrides]
-    return load_recipe(beside, changes).for_replay(), record
+    return load_recipe(beside, changes, say=note).for_replay(), record
 
 
 def _what_to_train(path: str | None, overrides: Sequence[str], resume: str | None) -> tuple[Recipe, Path | None]:
@@ -97,7 +98,7 @@ def _what_to_train(path: str | None, overrides: Sequence[str], resume: str | Non
             )
         # The recipe is the run's own, so what stands in its place on the command line is the first override.
         changes = [*([path] if path is not None else []), *overrides]
-        return load_recipe(folder / "recipe.yaml", changes), folder
+        return load_recipe(folder / "recipe.yaml", changes, say=note), folder
     if path is None:
         raise ConfigError("There is no recipe to train.", fix="Name one, for example quickstart, or --resume RUN.")
     recipe = load_recipe(path, overrides, say=note)
