@@ -46,6 +46,8 @@ def run_ranks(folder: Path, size: int, checks: Sequence[str], module: str = "tes
     command = [sys.executable, "-m", module, str(folder)]
     logs = [folder / f"{size}-{rank}.log" for rank in range(size)]
     processes = []
+    # One that earlier ranks left holds their addresses, which these would try to reach.
+    (folder / f"store-{size}").unlink(missing_ok=True)
     try:
         for rank, path in enumerate(logs):
             with path.open("w", encoding="utf-8") as log:
