@@ -26,8 +26,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 BATCH_SIZES = (24, 36, 48, 72, 144)
-RAY_NICENESS = 15
-"""Ray starts its workers with so little priority; other work on the machine is to hold the floor up as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +210,8 @@ def _serve_floor(pipe: Any, recipe: dict[str, Any], size: Size) -> None:
     from digenrl.config.loader import recipe_from_plain
     from digenrl.runtime.build import ALL_ROLES, build_components
 
-    os.nice(RAY_NICENESS)
+    # What else the machine does is to hold the floor up as much as it does the workers.
+    os.nice(int(os.environ["RAY_worker_niceness"]))
     built = build_components(recipe_from_plain(recipe), ALL_ROLES, torch.device("cpu"))
     floor = Floor(built.adapter, size)
     while True:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -29,7 +30,7 @@ def done(*arguments: str, cwd: Path, **variables: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_an_installed_wheel_knows_its_model_and_its_recipes_in_any_folder(tmp_path: Path) -> None:
+def test_an_installed_wheel_knows_its_model_and_its_recipes_and_trains_in_any_folder(tmp_path: Path) -> None:
     source, installed, elsewhere = tmp_path / "source", tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.copytree(ROOT / "digenrl", source / "digenrl", ignore=shutil.ignore_patterns("__pycache__"))
@@ -43,3 +44,6 @@ def test_an_installed_wheel_knows_its_model_and_its_recipes_in_any_folder(tmp_pa
     said = done("-m", "digenrl.cli.main", "check", "quickstart", cwd=elsewhere, PYTHONPATH=str(installed))
     assert said.endswith("ok\n")
     assert f"model: sd3 ({installed / 'digenrl' / 'assets' / 'shapes' / 'model'})" in said
+    done("-m", "digenrl.cli.main", "train", "quickstart", "train.steps=1", "eval=null", cwd=elsewhere, PYTHONPATH=str(installed))
+    (run,) = (elsewhere / "runs").iterdir()
+    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == 1

@@ -39,3 +39,5 @@ def prepare(*, private: bool) -> None:
         )
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # The workers are what the machine is for. At Ray's 15 they wait for whatever else it does, the driver's own threads included.
+    os.environ.setdefault("RAY_worker_niceness", "0")

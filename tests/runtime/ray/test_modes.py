@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,13 @@ def test_two_trainer_ranks_give_the_same_weights_in_both_placements_and_those_of
     norms = {name: [row["grad_norm"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("apart", "alone")}
     assert norms["apart"][0] == pytest.approx(norms["alone"][0], rel=1e-6)
     assert norms["apart"] == pytest.approx(norms["alone"], rel=1e-2), "later steps start from weights that AdamW has spread"
+
+
+def test_workers_of_a_private_cluster_have_the_priority_of_their_driver() -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    assert ray.get(priority.remote(), timeout=60) == os.getpriority(os.PRIO_PROCESS, 0)
