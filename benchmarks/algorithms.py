@@ -27,10 +27,10 @@ QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "flow_grpo": (),
     "flow_cps": ("algorithm.dynamics=cps", "rollout.noise_level=0.8"),
-    "dance_grpo": ("algorithm={type: dance_grpo}",),
-    "mix_grpo": ("algorithm={type: mix_grpo, sde_window_size: 3, sde_window_range: [0, 5], window_stride: 1, window_steps: 4}",),
+    "dance_grpo": ("algorithm={type: dance_grpo}", "rollout.noise_level=0.7"),
+    "mix_grpo": ("algorithm={type: mix_grpo, sde_window_size: 3, sde_window_range: [0, 4], window_stride: 1, window_steps: 4}",),
     "mix_grpo_flash": (
-        "algorithm={type: mix_grpo, sde_window_size: 3, sde_window_range: [0, 5], window_stride: 1, window_steps: 4, "
+        "algorithm={type: mix_grpo, sde_window_size: 3, sde_window_range: [0, 4], window_stride: 1, window_steps: 4, "
         "flash_fraction: 0.4}",
     ),
 }

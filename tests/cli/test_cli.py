@@ -87,7 +87,7 @@ def test_check_prints_the_arithmetic_of_a_step(digenrl: Call) -> None:
     assert (answer.code, answer.err) == (0, "")
     lines = answer.out.splitlines()
     assert lines[0].startswith("model: sd3 (")
-    assert lines[1] == "data: 1366 prompts, 85 steps"
+    assert lines[1] == "data: 1366 prompts, 100 steps"
     assert lines[2].startswith("9 prompts x 12 = 108 samples")
     assert lines[3] == "3 of 8 denoising steps trained = 36 pairs a group, 9 forward batches, padding 0 %"
     assert lines[-1] == "ok"
