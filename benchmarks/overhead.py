@@ -70,7 +70,8 @@ def recipe_of(size: Size, threads: int, repeats: int, output_dir: str, processes
         },
         "algorithm": {"type": "flow_grpo"},
         "rewards": [{"type": "jpeg"}],
-        "train": {"steps": repeats + 1, "timestep_batch_size": "all", "save_freq": 0},
+        # A whole group, also where ranks would else have a share of it each: the floor, too, takes its best batch size.
+        "train": {"steps": repeats + 1, "timestep_batch_size": size.pairs // size.prompts, "save_freq": 0},
         "schedule": {"groups_per_micro_batch": size.prompts},
         "cluster": cluster,
         "log": {"sample_freq": 0, "tensorboard": False},

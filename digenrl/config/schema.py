@@ -128,7 +128,8 @@ class TrainSection(Section):
         default="all",
         description="(sample, denoising step) pairs in one forward and backward pass (TSP). `all`: one prompt group, or a "
         "trainer rank's share of it, which is the most; `auto`: as many of these as fit into train.memory_budget_gib, measured "
-        "before the first update.",
+        "before the first update. Trainer ranks that each hold the whole network (`shard: 1`) take turns at such passes through "
+        "the step, so that a whole group in a pass keeps all of them busy where there are as many groups.",
     )
     memory_budget_gib: float | None = Field(
         default=None,

@@ -52,6 +52,15 @@ def share_of_rank(batches: Sequence[PairBatch], rank: int, ranks: int) -> list[P
     return mine
 
 
+def turns_of_rank(batches: Sequence[PairBatch], first: int, rank: int, ranks: int) -> list[PairBatch]:
+    """As ``share_of_rank``, for ranks that do not meet before the optimizer step, and so need not make as many passes.
+
+    Batches go round the ranks through the whole step, so that one batch for each group keeps all of them busy. first: number in
+    the step of the group's first batch, were nothing left out of it or the groups before; so it does not depend on micro-batches.
+    """
+    return list(batches[(rank - first) % ranks :: ranks])
+
+
 def pairs_per_batch(asked: int | Literal["all"], trained_samples: int, trained_steps: int, ranks: int = 1) -> int:
     """Rows of a training forward: what the recipe asks for, at most a whole group; ``all`` is a rank's share of a group."""
     whole = trained_samples * trained_steps

@@ -36,7 +36,7 @@ from digenrl.training.pairs import Pairs, gather_pairs, one_ahead
 from digenrl.training.policy import Policy
 from digenrl.training.report import StepReport, Sums
 from digenrl.training.start_gate import start_gate_of
-from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch, share_of_rank
+from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch, share_of_rank, turns_of_rank
 
 
 class Trainer:
@@ -96,9 +96,11 @@ class Trainer:
         metrics = self._metrics.setdefault(prefix, [])
         group_size = _check_groups(trajectory, len(conditioning), advantages)
         trained_steps = trajectory.denoising_steps.shape[1]
-        ranks = self._group.size
+        rank, ranks = self._group.rank, self._group.size
         self.choose_batch_size(trajectory, conditioning)
-        batch_size = pairs_per_batch(self._asked_batch_size(), trained_samples(self._recipe), trained_steps, ranks)
+        size = trained_samples(self._recipe)
+        batch_size = pairs_per_batch(self._asked_batch_size(), size, trained_steps, ranks)
+        batches_per_group = -(-size * trained_steps // batch_size)
         values = torch.zeros(len(trajectory.samples), *advantages[0].values.shape[1:], dtype=torch.float32)
         mine: list[tuple[int, PairBatch]] = []
         for number, its in enumerate(advantages):
@@ -108,7 +110,12 @@ class Trainer:
             rows = torch.from_numpy(np.flatnonzero(useful)) + number * group_size
             values[number * group_size : (number + 1) * group_size] = torch.from_numpy(its.values).float()
             batches = list(pack_pairs(rows, trained_steps, batch_size))
-            mine += [(number, batch) for batch in share_of_rank(batches, self._group.rank, ranks)]
+            if self._group.mesh is None:
+                first = trajectory.samples[number * group_size].prompt * batches_per_group
+                its_share = turns_of_rank(batches, first, rank, ranks)
+            else:
+                its_share = share_of_rank(batches, rank, ranks)
+            mine += [(number, batch) for batch in its_share]
         prepared = one_ahead(
             (batch for _, batch in mine), lambda batch: self._gather(trajectory, batch, values), self.policy.adapter.device
         )

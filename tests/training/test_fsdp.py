@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch, share_of_rank
+from digenrl.training.timestep_parallel import PairBatch, pack_pairs, pairs_per_batch, share_of_rank, turns_of_rank
 from tests.families import FAMILIES
 from tests.training.fsdp_ranks import GROUP_SIZE, STALL_S, STALL_TIMEOUT_S, STEPS
 
@@ -305,23 +305,38 @@ def test_every_combination_has_the_gradient_of_one_process(folder: Path) -> None
     size=st.integers(1, 12) | st.just("all"),
     data=st.data(),
 )
-def test_ranks_share_every_pair_once_and_make_as_many_passes(
+def test_ranks_share_every_pair_once_and_make_as_many_passes_where_they_meet_in_each(
     ranks: int, groups: int, samples: int, steps: int, size: Any, data: st.DataObject
 ) -> None:
     useful = [data.draw(st.lists(st.integers(0, samples - 1), unique=True).map(sorted)) for _ in range(groups)]
-    found = []
-    for rank in range(ranks):
-        mine: list[tuple[int, PairBatch]] = []
-        for group, rows in enumerate(useful):
-            batches = list(pack_pairs(torch.tensor(rows, dtype=torch.int64), steps, pairs_per_batch(size, samples, steps, ranks)))
-            mine += [(group, batch) for batch in share_of_rank(batches, rank, ranks)]
-        found.append(mine)
-    pairs = [
+    batch_size = pairs_per_batch(size, samples, steps, ranks)
+    packed = [list(pack_pairs(torch.tensor(rows, dtype=torch.int64), steps, batch_size)) for rows in useful]
+    found = [
+        [(group, batch) for group, batches in enumerate(packed) for batch in share_of_rank(batches, rank, ranks)]
+        for rank in range(ranks)
+    ]
+    assert pairs_of(found) == [(group, row, slot) for group in range(groups) for row in useful[group] for slot in range(steps)]
+    assert len({tuple(group for group, _ in mine) for mine in found}) == 1, "all ranks go through the same groups together"
+    per_group = -(-samples * steps // batch_size)
+    alone = [
+        [
+            (group, batch)
+            for group, batches in enumerate(packed)
+            for batch in turns_of_rank(batches, group * per_group, rank, ranks)
+        ]
+        for rank in range(ranks)
+    ]
+    assert pairs_of(alone) == pairs_of(found)
+    if all(len(rows) == samples for rows in useful):
+        passes = [len(mine) for mine in alone]
+        assert max(passes) - min(passes) <= 1, "whole groups keep ranks that do not meet equally busy"
+
+
+def pairs_of(shares: list[list[tuple[int, PairBatch]]]) -> list[tuple[int, int, int]]:
+    return sorted(
         (group, int(row), int(slot))
-        for mine in found
+        for mine in shares
         for group, batch in mine
         for row, slot, weight in zip(batch.rows, batch.slots, batch.weights, strict=True)
         if weight
-    ]
-    assert sorted(pairs) == [(group, row, slot) for group in range(groups) for row in useful[group] for slot in range(steps)]
-    assert len({tuple(group for group, _ in mine) for mine in found}) == 1, "all ranks go through the same groups together"
+    )
