@@ -210,9 +210,10 @@ def _serve_floor(pipe: Any, recipe: dict[str, Any], size: Size) -> None:
 
     from digenrl.config.loader import recipe_from_plain
     from digenrl.runtime.build import ALL_ROLES, build_components
+    from digenrl.runtime.ray.environment import NICENESS
 
     # What else the machine does is to hold the floor up as much as it does the workers.
-    os.nice(int(os.environ["RAY_worker_niceness"]))
+    os.nice(int(os.environ[NICENESS]))
     built = build_components(recipe_from_plain(recipe), ALL_ROLES, torch.device("cpu"))
     floor = Floor(built.adapter, size)
     while True:

@@ -8,6 +8,9 @@ import sys
 
 from digenrl.errors import ConfigError
 
+NICENESS = "RAY_worker_niceness"
+"""How much less than its driver a worker of a private cluster insists on a core; Ray's own spelling."""
+
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -40,4 +43,4 @@ def prepare(*, private: bool) -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # The workers are what the machine is for. At Ray's 15 they wait for whatever else it does, the driver's own threads included.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault(NICENESS, "0")
