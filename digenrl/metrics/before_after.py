@@ -1,6 +1,7 @@
 """``before_after.png``: what a run made of the same prompts from the same noise, first and last, with the scores.
 
-Prompts are the first held-out ones, whose pictures every evaluation saves: nobody chose them.
+Prompts are the first held-out ones, whose pictures every evaluation saves: nobody chose them. Where there are more than the sheet
+has room for, those whose score changed, for better or worse, come first, and the sheet says how many of all did.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SIDE = 128
 _ARROW = 26
 _GAP = 22
 _LINE = 17
-_TITLE = 44
+_TITLE = 62
 _COLUMNS = 4
 _MOST_PAIRS = 16
 _BETTER, _WORSE = "#1a7f37", "#b42318"
@@ -53,7 +54,8 @@ def first_and_last(rows: Sequence[Mapping[str, Any]], folder: Path) -> dict[int,
 def before_after(versions: Mapping[int, Sequence[Shown]], *, title: str) -> Image.Image:
     """A sheet of at most 16 pairs. versions: two of them, with pictures of the same prompts in the same order."""
     (first, before), (last, after) = sorted(versions.items())
-    pairs = list(zip(before, after, strict=False))[:_MOST_PAIRS]
+    saved = list(zip(before, after, strict=False))
+    pairs = sorted(saved, key=lambda pair: _rise(*pair) == 0)[:_MOST_PAIRS]
     with Image.open(pairs[0][0].path) as picture:
         height = max(1, round(_SIDE * picture.height / picture.width))
     columns = min(_COLUMNS, len(pairs))
@@ -63,7 +65,14 @@ def before_after(versions: Mapping[int, Sequence[Shown]], *, title: str) -> Imag
     pen = ImageDraw.Draw(sheet)
     heading = f"{title}: version {first} → version {last}, same prompts, same noise"
     bold = font(15, bold=True)
-    pen.text((_GAP, 14), shortened(heading, sheet.width - 2 * _GAP, bold), fill=INK, font=bold)
+    rises = [_rise(*pair) for pair in saved]
+    better, worse = sum(rise > 0 for rise in rises), sum(rise < 0 for rise in rises)
+    counts = f"of {len(saved)}: {better} better, {worse} worse, {len(saved) - better - worse} as before"
+    if len(saved) > len(pairs):
+        counts += "; those that changed come first"
+    room = sheet.width - 2 * _GAP
+    pen.text((_GAP, 12), shortened(heading, room, bold), fill=INK, font=bold)
+    pen.text((_GAP, 35), shortened(counts, room, font(13)), fill=INK, font=font(13))
     for place, (old, new) in enumerate(pairs):
         left, top = _GAP + place % columns * cell[0], _TITLE + place // columns * cell[1]
         right = left + _SIDE + _ARROW
@@ -83,6 +92,14 @@ def _score(shown: Shown) -> str:
     return "invalid" if shown.reward is None else f"{shown.reward:.2f}"
 
 
-def _colour(old: Shown, new: Shown) -> str:
+def _rise(old: Shown, new: Shown) -> float:
+    """How much better a score is than before; infinitely, where it was not finite."""
+    if old.reward == new.reward:
+        return 0.0
     before, after = (float("-inf") if each.reward is None else each.reward for each in (old, new))
-    return FAINT if before == after else _BETTER if after > before else _WORSE
+    return after - before
+
+
+def _colour(old: Shown, new: Shown) -> str:
+    rise = _rise(old, new)
+    return FAINT if rise == 0 else _BETTER if rise > 0 else _WORSE

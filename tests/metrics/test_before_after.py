@@ -80,3 +80,12 @@ def test_at_most_sixteen_pairs_are_shown(tmp_path: Path, written: list[tuple[str
     rows = [*save(tmp_path, 0, RED, [0.5] * count), *save(tmp_path, 3, BLUE, [1.0] * count)]
     before_after(first_and_last(rows, tmp_path), title="run")
     assert sum(words == "1.00" for words, _ in written) == min(count, 16)
+
+
+def test_what_changed_comes_first_and_all_that_was_saved_is_counted(tmp_path: Path, written: list[tuple[str, Any]]) -> None:
+    before: list[float | None] = [1.0] * 17 + [0.5, 0.5, None]
+    rows = [*save(tmp_path, 0, RED, before), *save(tmp_path, 3, BLUE, [1.0] * 17 + [0.75, 0.25, None])]
+    before_after(first_and_last(rows, tmp_path), title="run")
+    texts = [words for words, _ in written]
+    assert "of 20: 1 better, 1 worse, 18 as before; those that changed come first" in texts
+    assert [words for words in texts if words.startswith("prompt")][:3] == ["prompt 17", "prompt 18", "prompt 0"]
