@@ -36,6 +36,9 @@ from digenrl.runtime.ray.shell import as_actor
 _STARTS = 5
 """Starts in a row that may fail before a worker is left dead."""
 _RESTART_PAUSE_S = 1.0
+_KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+"""For workers on CPUs: glibc keeps what a pass has freed for the next one, which needs as much; fewer page faults save 2 % of a
+step. Beside a GPU it would keep the host memory that loading a model has freed."""
 
 
 @dataclass(slots=True)
@@ -197,7 +200,7 @@ class WorkerPool:
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._place[rank.name]),
-            runtime_env={"env_vars": _environment(self._recipe)},
+            runtime_env={"env_vars": _environment(self._recipe, _device(rank))},
         ).remote()
         future: Future[Any] = self.set_up(process).future()
         return future
@@ -205,7 +208,6 @@ class WorkerPool:
     def set_up(self, process: Process) -> ObjectRef[Any]:
         """Have a process load what it needs; it answers its Hello and its node's address."""
         rank = process.rank
-        device = "cuda" if rank.resources.get("GPU") else "cpu"
         path = [str(Path(entry or ".").resolve()) for entry in ("", *sys.path)]
         meeting = None
         if rank.crew is not None:
@@ -213,7 +215,7 @@ class WorkerPool:
                 self._meetings[rank.worker] = process.actor.listen.remote()
             meeting = self._meetings[rank.worker]
         ref: ObjectRef[Any] = process.actor.setup.remote(
-            self._recipe.to_plain(), sorted(rank.roles), device, self._keep_previous, path, rank.index, rank.crew, meeting
+            self._recipe.to_plain(), sorted(rank.roles), _device(rank), self._keep_previous, path, rank.index, rank.crew, meeting
         )
         return ref
 
@@ -334,11 +336,11 @@ def _end(process: Process) -> None:
             return
 
 
-_KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
-"""glibc keeps what a pass has freed for the next one, which needs as much: on CPUs fewer page faults save 2 % of a step."""
+def _device(rank: Rank) -> str:
+    return "cuda" if rank.resources.get("GPU") else "cpu"
 
 
-def _environment(recipe: Recipe) -> dict[str, str]:
+def _environment(recipe: Recipe, device: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name.startswith(("HF_", "TRANSFORMERS_", "MALLOC_"))}
     threads = {"OMP_NUM_THREADS": str(recipe.run.threads_per_worker), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-    return {**_KEEP_FREED_MEMORY, **kept, **threads}
+    return {**(_KEEP_FREED_MEMORY if device == "cpu" else {}), **kept, **threads}
