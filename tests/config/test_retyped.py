@@ -25,8 +25,12 @@ def test_keys_that_only_the_old_type_has_are_left_out_and_named() -> None:
 
 def test_keys_that_both_types_have_stay() -> None:
     said = list[str]()
-    settings = load_recipe(QUICKSTART, ["algorithm.type=mix_grpo"], say=said.append).algorithm.settings
-    assert (settings.sde_window_size, settings.sde_window_range) == (3, (0, 5))  # type: ignore[attr-defined]
+    before, after = (
+        load_recipe(QUICKSTART, changes, say=said.append).algorithm.settings.model_dump()
+        for changes in ([], ["algorithm.type=mix_grpo"])
+    )
+    for key in ("sde_window_size", "sde_window_range"):
+        assert after[key] == before[key] is not None
     assert said == [f"algorithm.type=mix_grpo: timestep_selection of {QUICKSTART} is left out, key of flow_grpo alone"]
 
 
