@@ -1,6 +1,6 @@
 """Draw what a run made of a few held-out prompts over its training, from the same noise each time: the README's strip.
 
-python tools/docs/draw_strip.py RUN [--prompts 1 2 3] [--output docs/images/quickstart_strip.png]
+python tools/docs/draw_strip.py RUN [--prompts 7 13 23] [--output docs/images/quickstart_strip.png]
 
 RUN: a run folder with several evaluations, such as of ``digenrl train quickstart eval.freq=10``.
 """
@@ -21,13 +21,13 @@ OUTPUT = Path(__file__).resolve().parents[2] / "docs" / "images" / "quickstart_s
 _SIDE = 96
 _GAP = 12
 _LINE = 16
-_LABEL = 130
+_LABEL = 150
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw pictures of held-out prompts over a run's training.")
     parser.add_argument("run", type=Path)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[1, 2, 3], help="places among the saved held-out prompts")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[7, 13, 23], help="places among the saved held-out prompts")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     arguments = parser.parse_args()
     lines = (arguments.run / "samples" / "index.jsonl").read_text(encoding="utf-8").splitlines()
